@@ -1,0 +1,113 @@
+"""A cell of the grid: every setting that can change a token or its cost, and the keys made from them.
+
+A *key* is cell × item × repeat; it is stored exactly once. A cell's ``cell_key`` is a hash of its canonical
+form, so the order of a grid file never matters and any changed setting gives another key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+SCHEMA_OF_KEYS = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One combination of settings. All fields are plain values; lengths in tokens.
+
+    ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
+    ``chat_template`` the name of a shipped template ("": the checkpoint's own).
+    ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` belongs to the
+    ``threshold`` decoder, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold, ``product_tau`` to SPOT-Sets; each is
+    None where it does not apply. ``drafter_fingerprint`` identifies a learned or calibrated part ("" if none).
+    """
+
+    model: str
+    revision: str = ""
+    weight_fingerprint: str = ""
+    benchmark: str
+    prompt_version: str
+    chat_template: str = ""
+    num_fewshot: int = 0
+    method: str
+    drafter_fingerprint: str = ""
+    budget: int
+    temperature: float
+    verification: str = "coupled"
+    noise: str = "commit_count"
+    seed: int = 0
+    decoder: str = "static"
+    commits_per_step: int = 1
+    threshold: float | None = None
+    gamma: float | None = None
+    fold_tau: float | None = None
+    product_tau: float | None = None
+    cache: str = "block"
+    block_length: int
+    gen_length: int
+    stop: str = "eos"
+    numerics: str = "exact"
+    kernels: str = "torch"
+    dtype: str = "float32"
+    max_in_flight: int = 8
+
+    def canonical(self) -> Cell:
+        """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
+        three verification modes accept the same states and no noise is read, whatever its keying."""
+        cell = self
+        if cell.method == "none" or cell.budget == 0:
+            cell = replace(
+                cell, method="none", budget=0, drafter_fingerprint="", gamma=None, verification="coupled",
+                fold_tau=None, product_tau=None,
+            )
+        if cell.temperature == 0:
+            cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
+        return cell
+
+    def reference(self) -> Cell:
+        """The draft-free cell whose rows this cell's rows are compared with."""
+        return replace(self, method="none", budget=0).canonical()
+
+    @property
+    def is_reference(self) -> bool:
+        return self.canonical() == self.reference()
+
+    @property
+    def claim(self) -> str:
+        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``."""
+        cell = self.canonical()
+        approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
+        if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
+            return "approximate"
+        return "law" if cell.verification == "uncoupled" else "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Cell:
+        """Rebuild a cell written by :meth:`to_dict`. Raises TypeError for an unknown or missing field."""
+        return cls(**values)
+
+    @property
+    def cell_key(self) -> str:
+        """24 hexadecimal digits that identify the canonical form."""
+        return digest({"keys": SCHEMA_OF_KEYS, **self.canonical().to_dict()})
+
+
+def digest(values: Any) -> str:
+    """24 hexadecimal digits of the SHA-256 of the canonical JSON of ``values``."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def reference_key(cell: Cell, repeat: int, runtime_fingerprint: str) -> str:
+    """Identifies the serialized run that a row is compared with: every setting but drafter, budget and
+    verification, with the repeat and the fingerprint of device, kernels, torch and triton."""
+    return digest({"cell": cell.reference().cell_key, "repeat": repeat, "runtime": runtime_fingerprint})
+
+
+CELL_FIELDS = tuple(field.name for field in fields(Cell))

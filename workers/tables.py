@@ -1,0 +1,266 @@
+"""The Arrow schemas of every table, fixed and versioned; nothing is ever inferred.
+
+A column marked *deterministic* has the same value in two runs of the same grid on the same kind of device;
+"identical rows" means equal in those columns. A new version of a schema starts a new folder or rewrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dlmgrid.workers.errors import InputError
+
+SCHEMA_VERSION = 1
+
+
+def _column(name: str, kind: pa.DataType, *, deterministic: bool = True, nullable: bool = True) -> pa.Field:
+    return pa.field(name, kind, nullable, {"deterministic": "yes" if deterministic else "no"})
+
+
+def _key(name: str, kind: pa.DataType) -> pa.Field:
+    return _column(name, kind, nullable=False)
+
+
+def _measured(name: str, kind: pa.DataType) -> pa.Field:
+    return _column(name, kind, deterministic=False)
+
+
+def _schema(name: str, columns: Sequence[pa.Field]) -> pa.Schema:
+    return pa.schema(columns, {"dlmgrid.table": name, "dlmgrid.schema_version": str(SCHEMA_VERSION)})
+
+
+_INTS = pa.list_(pa.int32())
+
+GENERATIONS = _schema(
+    "generations",
+    [
+        _key("cell_key", pa.string()),
+        _key("model", pa.string()),
+        _key("revision", pa.string()),
+        _key("weight_fingerprint", pa.string()),
+        _key("benchmark", pa.string()),
+        _key("prompt_version", pa.string()),
+        _key("chat_template", pa.string()),
+        _key("num_fewshot", pa.int32()),
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        # settings of the cell
+        _key("method", pa.string()),
+        _key("drafter_fingerprint", pa.string()),
+        _key("budget", pa.int32()),
+        _key("temperature", pa.float64()),
+        _key("temperature_text", pa.string()),
+        _key("verification", pa.string()),
+        _key("noise", pa.string()),
+        _key("seed", pa.string()),
+        _key("decoder", pa.string()),
+        _key("commits_per_step", pa.int32()),
+        _column("threshold", pa.float64()),
+        _column("gamma", pa.float64()),
+        _column("fold_tau", pa.float64()),
+        _column("product_tau", pa.float64()),
+        _key("cache", pa.string()),
+        _key("block_length", pa.int32()),
+        _key("gen_length", pa.int32()),
+        _key("stop", pa.string()),
+        _key("numerics", pa.string()),
+        _key("kernels", pa.string()),
+        _key("dtype", pa.string()),
+        _key("max_in_flight", pa.int32()),
+        _key("claim", pa.string()),
+        _key("reference_key", pa.string()),
+        # the generation
+        _column("prompt_tokens", pa.int32()),
+        _column("prompt_digest", pa.string()),
+        _column("token_ids", _INTS),
+        _column("text", pa.string()),
+        _column("stop_reason", pa.string()),
+        _column("generated_tokens", pa.int32()),
+        # the path: step i commits commit_positions[k] for every k with commit_steps[k] == i
+        _column("commit_positions", _INTS),
+        _column("commit_tokens", _INTS),
+        _column("commit_steps", _INTS),
+        _column("path_digest", pa.string()),
+        _column("step_digests", pa.list_(pa.string())),
+        _column("step_margins", pa.list_(pa.float32())),
+        _column("logits_digest", pa.string()),
+        # forwards
+        _column("nfe_prefill", pa.int32()),
+        _column("nfe_denoise", pa.int32()),
+        _column("nfe_commit", pa.int32()),
+        _column("nfe_draft", pa.int32()),
+        _column("nfe_total", pa.int32()),
+        _column("rounds", pa.int32()),
+        _column("accepted_per_round", pa.float64()),
+        _column("accepted", _INTS),
+        _column("drafted_nodes", pa.int32()),
+        _column("rows_computed", pa.int64()),
+        _column("recompute_ratio", pa.float64()),
+        # time, seconds
+        _measured("seconds_wall", pa.float64()),
+        _measured("seconds_draft", pa.float64()),
+        _measured("seconds_verify", pa.float64()),
+        _measured("seconds_select", pa.float64()),
+        _measured("seconds_correct", pa.float64()),
+        _measured("seconds_move", pa.float64()),
+        _measured("seconds_sample", pa.float64()),
+        _measured("seconds_other", pa.float64()),
+        _measured("profiled", pa.bool_()),
+        _measured("tokens_per_second", pa.float64()),
+        _measured("batch_size", pa.int32()),
+        _measured("batch_position", pa.int32()),
+        # verdicts against the serialized run; null where there is none
+        _column("exact_tokens", pa.bool_()),
+        _column("exact_path", pa.bool_()),
+        _column("exact_bits", pa.bool_()),
+        _column("first_divergence_step", pa.int32()),
+        _column("first_divergence_position", pa.int32()),
+        _column("top2_margin", pa.float64()),
+        _column("error", pa.string()),
+        # provenance
+        _measured("run_id", pa.string()),
+        _measured("actor", pa.string()),
+        _measured("attempt", pa.int32()),
+        _measured("device", pa.string()),
+        _measured("runtime_fingerprint", pa.string()),
+        _measured("product_version", pa.string()),
+        _measured("torch_version", pa.string()),
+        _measured("triton_version", pa.string()),
+        _measured("transformers_version", pa.string()),
+        _measured("finished_at", pa.timestamp("us", tz="UTC")),
+    ],
+)
+
+SCORES = _schema(
+    "scores",
+    [
+        _key("cell_key", pa.string()),
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        _key("benchmark", pa.string()),
+        _key("scorer", pa.string()),
+        _key("scorer_version", pa.string()),
+        _key("metric", pa.string()),
+        _column("value", pa.float64()),
+        # scored | errored | timed_out | not_scored: a wrong answer is scored with value 0
+        _key("status", pa.string()),
+        _column("detail", pa.string()),
+        _column("extracted", pa.string()),
+        _key("text_digest", pa.string()),
+        _measured("seconds", pa.float64()),
+        _measured("scored_at", pa.timestamp("us", tz="UTC")),
+    ],
+)
+
+CHECKS = _schema(
+    "checks",
+    [
+        _key("cell_key", pa.string()),
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        _key("reference_key", pa.string()),
+        # stored: from the columns of the two rows; recomputed: the row was decoded again
+        _key("kind", pa.string()),
+        _column("exact_tokens", pa.bool_()),
+        _column("exact_path", pa.bool_()),
+        _column("exact_bits", pa.bool_()),
+        _column("first_divergence_step", pa.int32()),
+        _column("first_divergence_position", pa.int32()),
+        _column("top2_margin", pa.float64()),
+        _column("detail", pa.string()),
+        _measured("checked_at", pa.timestamp("us", tz="UTC")),
+    ],
+)
+
+RUNS = _schema(
+    "runs",
+    [
+        _key("run_id", pa.string()),
+        _key("grid_digest", pa.string()),
+        _column("grid", pa.string()),
+        _measured("command", pa.string()),
+        _measured("job_id", pa.string()),
+        _measured("submission_id", pa.string()),
+        _measured("status", pa.string()),
+        _measured("exit_code", pa.int32()),
+        _measured("num_units", pa.int32()),
+        _measured("num_keys", pa.int64()),
+        _measured("num_failed", pa.int64()),
+        _measured("num_actors", pa.int32()),
+        _measured("product_version", pa.string()),
+        _measured("ray_version", pa.string()),
+        _measured("environment", pa.string()),
+        _measured("started_at", pa.timestamp("us", tz="UTC")),
+        _measured("finished_at", pa.timestamp("us", tz="UTC")),
+    ],
+)
+
+ATTEMPTS = _schema(
+    "attempts",
+    [
+        _key("run_id", pa.string()),
+        _key("unit_key", pa.string()),
+        _key("attempt", pa.int32()),
+        _measured("cell_key", pa.string()),
+        _measured("num_keys", pa.int32()),
+        _measured("actor", pa.string()),
+        # done | input | transient | out_of_memory | died | quarantined
+        _measured("outcome", pa.string()),
+        _measured("cause", pa.string()),
+        _measured("max_in_flight", pa.int32()),
+        _measured("started_at", pa.timestamp("us", tz="UTC")),
+        _measured("seconds", pa.float64()),
+    ],
+)
+
+TABLES = {
+    "generations": GENERATIONS,
+    "scores": SCORES,
+    "checks": CHECKS,
+    "runs": RUNS,
+    "attempts": ATTEMPTS,
+}
+
+
+def deterministic_columns(schema: pa.Schema) -> list[str]:
+    """Names of the columns that two identical runs share."""
+    return [field.name for field in schema if field.metadata[b"deterministic"] == b"yes"]
+
+
+def to_table(schema: pa.Schema, rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Rows as a table of exactly this schema: a missing or unknown column is an error, never a null."""
+    names = set(schema.names)
+    for row in rows:
+        if row.keys() != names:
+            odd = sorted(row.keys() ^ names)
+            raise ValueError(f"row and schema differ in columns {odd}")
+    return pa.table({name: [row[name] for row in rows] for name in schema.names}, schema=schema)
+
+
+def write_table(path: str, table: pa.Table) -> None:
+    """Write one Parquet file. The caller owns atomicity (staging, fsync, rename)."""
+    pq.write_table(table, path, compression="zstd", version="2.6")
+
+
+def read_table(paths: Sequence[str], schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read files of one schema version as one table, in the order given.
+
+    Raises InputError naming the first file whose table or schema version differs.
+    """
+    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
+    tables = []
+    for path in paths:
+        file = pq.ParquetFile(path)
+        found = file.schema_arrow.metadata or {}
+        for key in (b"dlmgrid.table", b"dlmgrid.schema_version"):
+            if found.get(key) != schema.metadata[key]:
+                raise InputError(
+                    f"{path}: {key.decode()} is {found.get(key, b'missing').decode()}, this version reads "
+                    f"{schema.metadata[key].decode()}; use a new output folder"
+                )
+        tables.append(file.read(columns=wanted.names).cast(wanted))
+    return pa.concat_tables(tables) if tables else wanted.empty_table()
