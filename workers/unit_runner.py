@@ -25,7 +25,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
-from dlmgrid.workers.engine import Engine, load_engine
+from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import Provenance, error_row, generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items

@@ -52,9 +52,16 @@ def _first_argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return best, (scores == best[:, None]).to(torch.int8).argmax(dim=1)
 
 
-def _logsumexp(rows: Tensor) -> Tensor:
-    """[R]; a lone row is reduced as one of two, since torch splits a single reduction between threads."""
-    return rows.logsumexp(dim=1) if rows.shape[0] > 1 else rows.expand(2, -1).logsumexp(dim=1)[:1]
+def _exponentials(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x - max) [R, V] and its sum [R, 1]: the softmax's own terms.
+
+    A probability is the quotient of the two. exp(x - logsumexp) would lose it: near 1 the rounding of the
+    logsumexp is many times the distance between neighbouring confidences, and the order of commits would be a
+    matter of ties. A lone row is summed as one of two, since torch splits a single reduction between threads.
+    """
+    terms = (rows - rows.amax(dim=1, keepdim=True)).exp()
+    pair = terms if terms.shape[0] > 1 else terms.expand(2, -1)
+    return terms, pair.sum(dim=1, keepdim=True)[: terms.shape[0]]
 
 
 def choose(logits: Tensor, temperature: float, gumbel: Tensor | None) -> Choice:
@@ -73,23 +80,27 @@ def choose(logits: Tensor, temperature: float, gumbel: Tensor | None) -> Choice:
     tempered = logits if temperature in (0, 1) else logits / temperature
     scores = tempered if gumbel is None else tempered + gumbel
     best, tokens = _first_argmax(scores)
-    probabilities = (tempered.gather(1, tokens[:, None]).squeeze(1) - _logsumexp(tempered)).exp()
+    terms, total = _exponentials(tempered)
+    probabilities = (terms.gather(1, tokens[:, None]) / total).squeeze(1)
     runner_up = scores.scatter(1, tokens[:, None], -torch.inf).amax(dim=1)
     return Choice(tokens, probabilities, best - runner_up)
 
 
 def summarize(logits: Tensor, temperature: float) -> Summary:
     """Top-32 candidates and summary statistics of each row; ``temperature`` enters ``log_tempered_mass`` only."""
-    log_probabilities = logits - _logsumexp(logits)[:, None]
-    probabilities = log_probabilities.exp()
+    terms, total = _exponentials(logits)
+    probabilities = terms / total
     token_ids = _top_ids(logits)
     top = probabilities.gather(1, token_ids)
     entropy = torch.special.entr(probabilities).sum(dim=1)
     if temperature in (0, 1):
         log_tempered_mass = torch.zeros_like(entropy)
     else:
-        log_tempered_mass = _logsumexp(log_probabilities / temperature)
-    return Summary(token_ids, top, entropy, (1 - top.sum(dim=1)).clamp_min(0), log_tempered_mass)
+        tempered_total = _exponentials(logits / temperature)[1]
+        log_tempered_mass = (tempered_total.log() - total.log() / temperature).squeeze(1)
+    # Summed, not taken as a difference from 1: beside a probability near 1 it is far below the rounding of 1.
+    tail_mass = terms.scatter(1, token_ids, 0.0).sum(dim=1) / total.squeeze(1)
+    return Summary(token_ids, top, entropy, tail_mass, log_tempered_mass)
 
 
 def _top_ids(logits: Tensor) -> Tensor:

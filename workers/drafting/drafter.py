@@ -56,8 +56,10 @@ class Drafter(Protocol):
 class Prediction(NamedTuple):
     """What the stale distributions say of each position, for states with given commit counts.
 
-    ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp32: the
-    tempered probability of ``first``, what the commit rule compares. ``first_probability`` and
+    ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp64: the
+    tempered probability of ``first``, what the commit rule compares; at T in {0, 1} it is worked out from the
+    mass of the other tokens, so that positions whose probability is 1 in fp32 keep their order (on text that has
+    ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
     every state of a sample is predicted alike. Positions outside the snapshot hold no meaning.
     """
@@ -81,11 +83,12 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     snapshots, temperature = inputs.snapshots, inputs.temperature
     token_ids = snapshots.token_ids[:, None]
     probabilities = snapshots.probabilities[:, None]
+    others = probabilities[..., 1:].double().sum(dim=-1) + snapshots.tail_mass[:, None].double()
     if temperature == 0:
         return Prediction(
             first=token_ids[..., 0].to(torch.int32),
             second=token_ids[..., 1].to(torch.int32),
-            confidence=probabilities[..., 0],
+            confidence=1 - others,
             first_probability=probabilities[..., 0],
             second_probability=probabilities[..., 1],
         )
@@ -107,11 +110,16 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     shape = (num_samples, num_states, num_positions, num_candidates)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
-    chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
+    if temperature == 1:
+        is_top = two[..., 0] == 0
+        confidence = torch.where(is_top, 1 - others, raw[..., 0].double())
+    else:
+        chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
+        confidence = (chosen.double() - snapshots.log_tempered_mass[:, None].double()).exp()
     return Prediction(
         first=tokens[..., 0],
         second=tokens[..., 1],
-        confidence=(chosen - snapshots.log_tempered_mass[:, None]).exp(),
+        confidence=confidence,
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )

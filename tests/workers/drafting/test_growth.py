@@ -53,13 +53,14 @@ def children_of(inputs: DraftInputs, sample: int, state: State) -> list[tuple[St
     masked = [position for position, token in enumerate(state) if token == MASKED]
     if len(masked) <= 1:
         return []
-    total = sum(float(probabilities[position, 0]) for position in masked)
+    confidence = 1 - probabilities[:, 1:].sum(dim=1) - inputs.snapshots.tail_mass[sample].double()
+    total = sum(float(confidence[position]) for position in masked)
     children = []
     for position in masked:
         num_tokens = 2 if probabilities[position, 0] < HEDGE_BELOW else 1
         for rank in range(num_tokens):
             child = (*state[:position], int(ids[position, rank]), *state[position + 1 :])
-            share = float(probabilities[position, 0]) / total * float(probabilities[position, rank])
+            share = float(confidence[position]) / total * float(probabilities[position, rank])
             children.append((child, share))
     return children
 
