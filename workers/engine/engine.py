@@ -31,8 +31,8 @@ class Engine:
     """Packed forward passes of one model.
 
     A *slot* holds the keys and values of one sample. A segment reads the cached positions of its slot before
-    its block and its own block; with ``store`` it also writes its block there. With ``numerics="exact"`` on the
-    CPU, a row's bits depend on its slot's cached tokens and its own block, never on what else is in the pass.
+    its block and its own block; with ``store`` it also writes its block there. With ``numerics="exact"`` on
+    the CPU, a row's bits depend on its slot's cached tokens and its own block, never on what else is in the pass.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Engine:
         slot_list, start_list, store_list = slots.tolist(), block_starts.tolist(), store.tolist()
         if length != self.block_length or not num == len(slot_list) == len(start_list) == len(store_list):
             raise ValueError(
-                f"forward: tokens {tuple(tokens.shape)} with {len(slot_list)} slots, {len(start_list)} starts and "
-                f"{len(store_list)} store flags; want [N, {self.block_length}] and N of each"
+                f"forward: tokens {tuple(tokens.shape)} with {len(slot_list)} slots, {len(start_list)} starts "
+                f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
         cached = self._plan_cache(slot_list, start_list, store_list)
         hidden = self._run(tokens, slot_list, start_list, store_list, self.weights)
@@ -141,8 +141,8 @@ class Engine:
 
     @torch.inference_mode()
     def self_test(self) -> None:
-        """Hold the exactness of this device to the test: rows alone against rows packed, with this model's own
-        matrices and its first layers. Touches no slot.
+        """Hold the exactness of this device to the test: rows alone against rows packed, with this model's
+        own matrices and its first layers. Touches no slot.
 
         Raises InputError where bits differ, naming the operation.
         """
@@ -189,7 +189,9 @@ class Engine:
         flat[: num * length] = tokens.reshape(-1)
         lowest, highest = (int(value) for value in torch.aminmax(flat))
         if lowest < MASKED or highest >= self.config.vocab_size:
-            raise ValueError(f"forward: token ids {lowest} to {highest}; want -1 to {self.config.vocab_size - 1}")
+            raise ValueError(
+                f"forward: token ids {lowest} to {highest}; want -1 to {self.config.vocab_size - 1}"
+            )
         positions = torch.zeros(rows, dtype=torch.int64, device=self.device)
         offsets = torch.arange(length, device=self.device)
         positions[: num * length] = (self._ints(starts)[:, None] + offsets[None, :]).reshape(-1)
@@ -218,18 +220,23 @@ class Engine:
                 raise ValueError(f"segment {segment}: slot {slot}; the engine has {self.num_slots}")
             if start < 0 or start % length or start + length > self.max_length:
                 raise ValueError(
-                    f"segment {segment}: block start {start} is off the grid of {length} or beyond {self.max_length}"
+                    f"segment {segment}: block start {start} is off the grid of {length} "
+                    f"or beyond {self.max_length}"
                 )
         written = sorted({(starts[i], slots[i]) for i, flag in enumerate(store) if flag})
         if len(written) != sum(store):
             raise ValueError("forward: two segments store the same block of a slot")
         for start, slot in written:
             if start > cached[slot]:
-                raise ValueError(f"slot {slot}: block {start} is stored, but only {cached[slot]} positions before it")
+                raise ValueError(
+                    f"slot {slot}: block {start} is stored, but only {cached[slot]} positions before it"
+                )
             cached[slot] = start + length
         for segment, (slot, start) in enumerate(zip(slots, starts, strict=True)):
             if start > cached[slot]:
-                raise ValueError(f"segment {segment}: reads {start} positions of slot {slot}, {cached[slot]} are stored")
+                raise ValueError(
+                    f"segment {segment}: reads {start} positions of slot {slot}, {cached[slot]} are stored"
+                )
         return cached
 
     def _ints(self, values: Sequence[int]) -> Tensor:
@@ -250,8 +257,8 @@ def load_engine(
 ) -> Engine:
     """Check a checkpoint folder, load it on ``device`` and make an engine for it.
 
-    Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or where
-    weights and buffers do not fit.
+    Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or
+    where weights and buffers do not fit.
     """
     config = check_checkpoint(folder, block_length)
     if dtype not in DTYPES:
@@ -286,15 +293,19 @@ def free_memory(device: torch.device) -> int | None:
 
 @contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Turn the device's out-of-memory errors into ours, which the driver answers with fewer samples in flight."""
+    """Turn the device's out-of-memory errors into ours: the driver then lowers the samples in flight."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"out of device memory ({str(error).splitlines()[0]}); lower max_in_flight") from error
+        raise OutOfMemoryError(
+            f"out of device memory ({str(error).splitlines()[0]}); lower max_in_flight"
+        ) from error
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):
             raise
-        raise OutOfMemoryError(f"out of host memory ({str(error).splitlines()[0]}); lower max_in_flight") from error
+        raise OutOfMemoryError(
+            f"out of host memory ({str(error).splitlines()[0]}); lower max_in_flight"
+        ) from error
 
 
 def _name(dtype: torch.dtype) -> str:
