@@ -2,8 +2,7 @@
 
 Everything but :func:`stream_tensors` works without torch and reads headers only, so a grid is refused for a
 missing or truncated checkpoint in seconds, on a machine without a GPU, before any model loads. Errors name
-the file, the tensor, what was found and what was expected. The safetensors layout read here is the published
-one: 8 bytes of header length, a JSON header of names, types, shapes and offsets, then the data.
+the file, the tensor, what was found and what was expected.
 """
 
 from __future__ import annotations
