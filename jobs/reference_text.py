@@ -19,8 +19,8 @@ from dlmgrid.workers.benchmarks.generated import Example
 PAD, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END, MASK)
 
-# Letters with a leading space, one digit at a time, punctuation runs, a line break with its indentation, blanks.
-_PIECES = r" ?\p{L}+|\p{N}|\n *| ?[^\s\p{L}\p{N}]+|\s+"
+# Letters, one digit at a time, both with a leading space, punctuation runs, a line break with its indentation, blanks.
+_PIECES = r" ?\p{L}+| ?\p{N}|\n *| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -35,8 +35,8 @@ class TextSettings:
     """How much text, of which kind. ``words_share`` of the examples are word problems, the rest functions."""
 
     seed: int = 1
-    num_examples: int = 1_000_000
-    words_share: float = 0.65
+    num_examples: int = 1_500_000
+    words_share: float = 0.75
     shard_size: int = 20_000
     vocab_size: int = 1024
     tokenizer_examples: int = 40_000

@@ -43,9 +43,9 @@ class TrainSettings:
 
     seed: int = 1
     steps: int = 6000
-    batch_tokens: int = 65_536
+    batch_tokens: int = 32_768
     learning_rate: float = 2e-3
-    warmup_steps: int = 300
+    warmup_steps: int = 500
     weight_decay: float = 0.05
     clip_norm: float = 1.0
     log_every: int = 200

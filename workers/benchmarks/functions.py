@@ -10,12 +10,13 @@ import ast
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Template
 from typing import Any
 
 from dlmgrid.workers.benchmarks.function_families import FAMILIES, Family
 from dlmgrid.workers.benchmarks.generated import Example, is_held_out
+from dlmgrid.workers.benchmarks.remarks import remark
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
@@ -24,63 +25,54 @@ HELD_OUT_SEED = 20_260_002
 MAX_ITEMS = 400
 NUM_TESTS = 5
 
-_ELEMENTS = ("x", "v", "item", "element")
-_RESULTS = ("result", "out", "answer", "res")
+_ELEMENTS = ("x", "v", "item", "element", "entry", "one")
+_RESULTS = ("result", "out", "answer", "res", "found", "output")
 _LETTERS = "abcdeilmnorstu"
 _INSTRUCTION = "Complete this function.\n\n"
-_LEAD_INS = ("", "", "Here it is:\n", "Here is the function:\n", "Sure.\n", "This works:\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """One drawn function. ``prompt`` ends after the docstring; ``body`` is indented by four spaces."""
+    """One drawn function, before its body is. ``prompt`` ends after the docstring."""
 
     family: Family
     constant: int
     entry_point: str
-    signature: str
+    params: tuple[str, ...]
     prompt: str
-    body: str
 
     @property
-    def source(self) -> str:
-        """The function without its docstring."""
-        return f"{self.signature}\n{self.body}\n"
+    def signature(self) -> str:
+        return f"def {self.entry_point}({', '.join(self.params)}):"
 
-
-def _indented(body: str) -> str:
-    return "\n".join("    " + line for line in body.split("\n"))
+    def fill(self, template: str, **values: str) -> str:
+        return Template(template).substitute(
+            a=self.params[0], b=self.params[-1], k=str(self.constant), f=self.entry_point, **values
+        )
 
 
 def _draw(rng: random.Random) -> Function:
     family = rng.choice(FAMILIES)
     constant = rng.randint(*family.constants) if family.constants else 0
-    params = [rng.choice(names) for names in family.params]
-    element = rng.choice([name for name in _ELEMENTS if name not in params])
-    values = {
-        "a": params[0],
-        "b": params[-1],
-        "k": str(constant),
-        "x": element,
-        "r": rng.choice(_RESULTS),
-    }
+    params = tuple(rng.choice(names) for names in family.params)
     # A name is an identifier around its constant ("add_$k_to_all"), which Template would read as one word.
-    entry_point = rng.choice(family.names).replace("$k", values["k"])
-    signature = f"def {entry_point}({', '.join(params)}):"
-    doc = Template(rng.choice(family.docs)).substitute(values)
-    body = _indented(Template(rng.choice(family.bodies)).substitute(values))
-    return Function(
-        family=family,
-        constant=constant,
-        entry_point=entry_point,
-        signature=signature,
-        prompt=f'{signature}\n    """{doc}"""\n',
-        body=body,
-    )
+    entry_point = rng.choice(family.names).replace("$k", str(constant))
+    bare = Function(family=family, constant=constant, entry_point=entry_point, params=params, prompt="")
+    doc = bare.fill(rng.choice(family.docs))
+    return replace(bare, prompt=f'{bare.signature}\n    """{doc}"""\n')
 
 
 def _answer(function: Function, rng: random.Random) -> str:
-    return f"{rng.choice(_LEAD_INS)}```python\n{function.source}```"
+    element = rng.choice([name for name in _ELEMENTS if name not in function.params])
+    body = function.fill(rng.choice(function.family.bodies), x=element, r=rng.choice(_RESULTS))
+    lines = [function.signature, *("    " + line for line in body.split("\n"))]
+    if rng.random() < 0.6:
+        lines.insert(1, "    # " + remark(rng))
+    text = "```python\n" + "\n".join(lines) + "\n```"
+    if rng.random() < 0.8:
+        lead_in = remark(rng)
+        text = f"{lead_in[0].upper()}{lead_in[1:]}.\n{text}"
+    return text
 
 
 def _user_turn(function: Function) -> str:

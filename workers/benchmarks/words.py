@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlmgrid.workers.benchmarks.generated import Example, is_held_out
+from dlmgrid.workers.benchmarks.remarks import remark
 from dlmgrid.workers.items import Item
 
 PROMPT_VERSION = "words-1"
@@ -368,31 +369,31 @@ def _question(problem: Problem, d: Draw) -> str:
     return " ".join((*sentences, problem.ask))
 
 
-def _line(step: Step, d: Draw, *, is_first: bool, is_last: bool) -> str:
+def _sentence(d: Draw) -> str:
+    text = remark(d.rng)
+    return text[0].upper() + text[1:]
+
+
+def _line(step: Step, d: Draw) -> str:
     left, right = step.left, step.right
-    if step.operator in "+*" and d.rng.random() < 0.3:
+    if step.operator in "+*" and d.rng.random() < 0.5:
         left, right = right, left
     sum_text = f"{left} {step.operator} {right} = {step.value}"
-    opening = ("First", "To start", "Start here") if is_first else ("Finally", "At last") if is_last else ("Then", "Next")
     about = d.rng.choice(step.about)
     return d.pick(
-        f"{sum_text}.",
-        f"{sum_text} {step.unit}.",
-        f"{d.rng.choice(opening)}, {sum_text}.",
-        f"{about[0].upper()}{about[1:]}: {sum_text}.",
-        f"{d.rng.choice(opening)}, {about}: {sum_text} {step.unit}.",
-        f"We need {about}: {sum_text}.",
+        f"{_sentence(d)}: {sum_text}.",
+        f"{_sentence(d)}, {sum_text} {step.unit}.",
+        f"{about[0].upper()}{about[1:]}: {sum_text}, {remark(d.rng)}.",
+        f"{sum_text}, {remark(d.rng)}.",
     )
 
 
 def _solution(problem: Problem, d: Draw) -> str:
-    last = len(problem.steps) - 1
-    lines = [
-        _line(step, d, is_first=index == 0 < last, is_last=index == last > 0)
-        for index, step in enumerate(problem.steps)
-    ]
-    if d.rng.random() < 0.6:
+    lines = [_line(step, d) for step in problem.steps]
+    if d.rng.random() < 0.25:
         lines.append(d.rng.choice(problem.closing).format(n=problem.answer))
+    else:
+        lines.append(f"{_sentence(d)}.")
     return "\n".join((*lines, f"#### {problem.answer}"))
 
 
