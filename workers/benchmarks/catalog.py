@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from dlmgrid.workers.benchmarks.benchmark import Benchmark
-from dlmgrid.workers.benchmarks.generated import FUNCTIONS, WORDS
+from dlmgrid.workers.benchmarks.generated_benchmarks import FUNCTIONS, WORDS
 from dlmgrid.workers.benchmarks.gsm8k import GSM8K, GSM8K_QUESTION
 from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK
 from dlmgrid.workers.errors import InputError

@@ -198,7 +198,7 @@ def _from_hub(source: DataFile) -> list[Row]:
         ) from error
     try:
         dataset = load_dataset(repository, configuration, split=split, revision=revision)
-    except Exception as error:  # noqa: BLE001  every failure of the hub client has the same remedy
+    except Exception as error:  # every failure of the hub client has the same remedy
         cause = str(error).split("\n", 1)[0]
         raise InputError(
             f"{_origin(source)} cannot be loaded ({type(error).__name__}: {cause}); give a local copy by --data DIR "
@@ -243,4 +243,4 @@ def _from_evalplus_release(source: DataFile) -> list[Row]:
 
 
 def _origin(source: DataFile) -> str:
-    return "{0} ({1}, {2}) at revision {3}".format(*source.hub) if source.hub else source.path
+    return " ".join(source.hub) if source.hub else source.path

@@ -74,8 +74,9 @@ _EXTRACTION = (
     "and a final dot; 29.0 and 29 differ, as they do in lm-eval."
 )
 _STOP = (
-    "the model's stop token or the generation length. lm-eval's own stop strings (`Question:`, `</s>`, `<|im_end|>`) "
-    "are not applied while decoding; before scoring the text is cut at the first of them, as lm-eval's models do"
+    "the model's stop token or the generation length. lm-eval's own stop strings "
+    "(`Question:`, `</s>`, `<|im_end|>`) are not applied while decoding: the text is cut at the first of them "
+    "before it is scored, as lm-eval's models do"
 )
 
 GSM8K = Benchmark(

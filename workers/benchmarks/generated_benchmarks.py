@@ -32,7 +32,7 @@ def _load_functions(data: str | Path | None, limit: int | None, num_fewshot: int
 
 
 def _version(name: str) -> str:
-    return f"{name} {_module(name).PROMPT_VERSION}"
+    return str(_module(name).PROMPT_VERSION)
 
 
 WORDS = Benchmark(
