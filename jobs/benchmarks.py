@@ -16,13 +16,17 @@ from dlmgrid.workers.items import Item
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this benchmark in full.")] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="DIR", help="Local data folder for the example item.")
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Describe this benchmark in full.")
     ] = None,
-    num_fewshot: Annotated[int, typer.Option("--num-fewshot", min=0, help="Worked examples in the prompt.")] = 0,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DIR", help="Data folder for the example item.")
+    ] = None,
+    num_fewshot: Annotated[
+        int, typer.Option("--num-fewshot", min=0, help="Worked examples in the prompt.")
+    ] = 0,
 ) -> None:
-    """List the benchmarks, or describe one: prompt, shots, stop policy, extraction, scorers, an example item."""
+    """List the benchmarks, or describe one: prompt, shots, stopping, extraction, scorers, an example."""
     console = Console(soft_wrap=True)
     if name is None:
         console.print(_overview())
@@ -60,7 +64,10 @@ def describe(benchmark: Benchmark, num_fewshot: int = 0) -> list[tuple[str, str]
     for scorer in benchmark.scorers:
         unsafe = "; runs generated code, after an explicit opt-in" if scorer.runs_code else ""
         lines.append(
-            (f"scorer {scorer.name}", f"{scorer.summary}; metrics {', '.join(scorer.metrics)}; {_version(scorer)}{unsafe}")
+            (
+                f"scorer {scorer.name}",
+                f"{scorer.summary}; metrics {', '.join(scorer.metrics)}; {_version(scorer)}{unsafe}",
+            )
         )
     return lines
 

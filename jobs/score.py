@@ -1,4 +1,4 @@
-"""``dlmgrid score OUT``: score the stored generations of a run, any time; scoring again adds only what is missing."""
+"""``dlmgrid score OUT``: score the stored generations of a run; scoring again adds only what is missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from dlmgrid.workers.benchmarks.scoring import OPT_IN_REMEDY, ScoreSummary, score_run
 
 PROGRESS_SECONDS = 5.0
+STATUSES = ("scored", "timed_out", "errored", "not_scored")
 
 
 def command(
@@ -32,8 +33,9 @@ def command(
 ) -> None:
     """Score stored generations with lm-eval, EvalPlus and the benchmarks' own scorers.
 
-    Code is run only with --confirm-run-unsafe-code or HF_ALLOW_CODE_EVAL=1: in CPU processes with limits on time,
-    memory, processes and files, killed as a whole afterwards. They can still read what your user can read.
+    Code is run only with --confirm-run-unsafe-code or HF_ALLOW_CODE_EVAL=1: in CPU processes with limits on
+    time, memory, processes and files, killed as a whole afterwards. They can still read what your user can
+    read.
     """
     last = time.monotonic()
 
@@ -59,16 +61,18 @@ def print_summary(summary: ScoreSummary) -> None:
     """Print one line a metric, then what is missing and how to get it."""
     table = Table("benchmark", "scorer", "metric", "mean", "scored", "timed out", "errored", "not scored")
     for row in summary.metrics:
-        counts = [str(row.statuses.get(status, 0)) for status in ("scored", "timed_out", "errored", "not_scored")]
+        counts = [str(row.statuses.get(status, 0)) for status in STATUSES]
         mean = "-" if row.mean is None else f"{row.mean:.4f}"
         table.add_row(row.benchmark, row.scorer, row.metric, mean, *counts)
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(
-        f"{summary.num_added} score rows added, {summary.num_kept} kept; {summary.num_texts_scored} distinct texts "
-        f"scored in {summary.seconds:.1f} s"
+        f"{summary.num_added} score rows added, {summary.num_kept} kept; {summary.num_texts_scored} distinct "
+        f"texts scored in {summary.seconds:.1f} s"
     )
     if summary.needs_opt_in:
         console.print(f"Some rows are not scored: {OPT_IN_REMEDY}.")
     if summary.num_failed:
-        console.print(f"{summary.num_failed} rows could not be scored: see the column detail of their score rows.")
+        console.print(
+            f"{summary.num_failed} rows could not be scored: see the column detail of their score rows."
+        )

@@ -34,8 +34,8 @@ class Benchmark:
 
     ``source`` names the data set and its pinned revision. ``chat`` tells whether items are chat messages,
     rendered by the model's own template, or raw text. ``scoring`` is the module whose
-    ``score(text, document, options)`` gives the verdicts of every scorer at once; it is imported in the scoring
-    process only.
+    ``score(text, document, options)`` gives the verdicts of every scorer at once; it is imported in the
+    scoring process only.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Benchmark:
     loader: Loader
 
     def prompt_version(self, num_fewshot: int = 0) -> str:
-        """Identifies the bytes of the prompt up to the model's chat template. Raises InputError for a bad count."""
+        """Identifies the prompt before the model's chat template. Raises InputError for a bad count."""
         self._check_fewshot(num_fewshot)
         return self.versions(num_fewshot)
 
@@ -63,8 +63,9 @@ class Benchmark:
     ) -> list[Item]:
         """The first ``limit`` items (all for None) with ``num_fewshot`` worked examples in each prompt.
 
-        ``data`` is a local folder (see ``data``); None means the environment variable DLMGRID_DATA, or else the
-        pinned source. Raises InputError for a bad argument and for data that is missing, truncated or altered.
+        ``data`` is a local folder (see ``data``); None means the environment variable DLMGRID_DATA, or else
+        the pinned source. Raises InputError for a bad argument and for data that is missing, truncated or
+        altered.
         """
         self._check_fewshot(num_fewshot)
         if limit is not None and limit < 1:

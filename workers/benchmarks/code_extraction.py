@@ -1,9 +1,10 @@
 """From a model's answer to a program that defines the function asked for.
 
-The answer continues a prompt that may have opened a code fence, and models then do one of four things: go on with
-the code; close the fence and open another after some prose; write only the indented body that continues the given
-signature; or talk. EvalPlus' ``sanitize`` does the trimming; this module chooses what to hand to it, and puts back
-what the prompt had given to the model (imports and helper functions), because an answer may rely on it.
+The answer continues a prompt that may have opened a code fence, and models then do one of four things: go on
+with the code; close the fence and open another after some prose; write only the indented body that continues
+the given signature; or talk. EvalPlus' ``sanitize`` does the trimming; this module chooses what to hand to
+it, and puts back what the prompt had given to the model (imports and helper functions), because an answer may
+rely on it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _extract(text: str, prompt: str, entry_point: str) -> Extraction:
 
 
 def _bodies(stretch: str) -> Iterator[str]:
-    """Ways to read ``stretch`` as a function body: as it stands, indented, or with its first line's indent lost."""
+    """Ways to read ``stretch`` as a body: as it stands, indented, or with its first line's indent lost."""
     body = stretch.strip("\n")
     if not body.strip():
         return
@@ -92,7 +93,7 @@ def _defines(program: str, entry_point: str) -> bool:
 
 
 def with_context(program: str, prompt: str, entry_point: str) -> str:
-    """``program`` preceded by the imports and helper definitions of ``prompt`` that it does not have itself."""
+    """``program`` preceded by the imports and helper definitions of ``prompt`` that it lacks."""
     try:
         own = ast.parse(program).body
     except SyntaxError:

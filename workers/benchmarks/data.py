@@ -7,14 +7,14 @@ A local folder is given by ``--data DIR`` or the environment variable DLMGRID_DA
     DIR/evalplus/HumanEvalPlus-v0.1.10.jsonl         EvalPlus' release file, unchanged
     DIR/manifest.json                                optional, see below
 
-Each file may be compressed (``.gz`` added to its name). Rows are counted and their content is hashed and compared
-with the published set, whatever the order of keys or the white space. A folder that holds a subset, or rows of its
-own, says so in ``manifest.json``: ``{"gsm8k/test.jsonl": {"rows": 20, "sha256": "…"}}``, where the optional sha256
-is that of the uncompressed file.
+Each file may be compressed (``.gz`` added to its name). Rows are counted and their content is hashed and
+compared with the published set, whatever the order of keys or the white space. A folder that holds a subset,
+or rows of its own, says so in ``manifest.json``: ``{"gsm8k/test.jsonl": {"rows": 20, "sha256": "…"}}``, where
+the optional sha256 is that of the uncompressed file.
 
 Without a folder, GSM8K comes from the Hugging Face hub through ``datasets`` (configuration and revision are
-explicit; HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are respected by it), and HumanEval+ from EvalPlus' own release:
-the hub's copy of HumanEval+ lacks the test inputs that EvalPlus scores with.
+explicit; HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are respected by it), and HumanEval+ from EvalPlus' own
+release: the hub's copy of HumanEval+ lacks the test inputs that EvalPlus scores with.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ HUMANEVAL_PLUS = DataFile(
 
 
 def data_folder(data: str | Path | None) -> Path | None:
-    """The local folder to use: ``data``, else DLMGRID_DATA, else None. Raises InputError if it is not a folder."""
+    """The local folder to use: ``data``, else DLMGRID_DATA, else None. Raises InputError for no folder."""
     given, origin = (data, "--data") if data else (os.environ.get(DATA_VARIABLE), DATA_VARIABLE)
     if not given:
         return None
@@ -114,7 +114,7 @@ def content_digest(rows: list[Row]) -> str:
 
 
 def read_json_lines(path: Path, columns: tuple[str, ...]) -> list[Row]:
-    """Rows of a JSON-lines file (``.gz`` accepted) with exactly ``columns``. Raises InputError naming the line."""
+    """Rows of a JSON-lines file (``.gz`` accepted), ``columns`` only. Raises InputError naming the line."""
     rows: list[Row] = []
     try:
         text = _read_text(path)
@@ -152,8 +152,8 @@ def _from_folder(source: DataFile, folder: Path) -> list[Row]:
     if declared is None:
         if len(rows) != source.num_rows:
             raise InputError(
-                f"{path}: {len(rows)} rows where the published set has {source.num_rows}: truncated? Fetch it again, "
-                f"or declare a subset in {MANIFEST} beside it"
+                f"{path}: {len(rows)} rows where the published set has {source.num_rows}: truncated? Fetch "
+                f"it again, or declare a subset in {MANIFEST} beside it"
             )
         if content_digest(rows) != source.content_digest:
             raise InputError(
@@ -201,8 +201,8 @@ def _from_hub(source: DataFile) -> list[Row]:
     except Exception as error:  # every failure of the hub client has the same remedy
         cause = str(error).split("\n", 1)[0]
         raise InputError(
-            f"{_origin(source)} cannot be loaded ({type(error).__name__}: {cause}); give a local copy by --data DIR "
-            f"({source.remedy}), or load it once with a network and HF_HUB_OFFLINE unset"
+            f"{_origin(source)} cannot be loaded ({type(error).__name__}: {cause}); give a local copy by "
+            f"--data DIR ({source.remedy}), or load it once with a network and HF_HUB_OFFLINE unset"
         ) from error
     missing = [name for name in source.columns if name not in dataset.column_names]
     if missing:
@@ -220,7 +220,8 @@ def _from_evalplus_release(source: DataFile) -> list[Row]:
         ) from error
     if HUMANEVAL_PLUS_VERSION not in source.path:
         raise InputError(
-            f"the installed EvalPlus uses HumanEval+ {HUMANEVAL_PLUS_VERSION}, not {source.path}; give --data DIR"
+            f"the installed EvalPlus uses HumanEval+ {HUMANEVAL_PLUS_VERSION}, not {source.path}; "
+            "give --data DIR"
         )
     url, cached = get_dataset_metadata("HumanEvalPlus", HUMANEVAL_PLUS_VERSION, False, False)
     if not Path(cached).is_file() and os.environ.get("HF_HUB_OFFLINE", "0").upper() in {

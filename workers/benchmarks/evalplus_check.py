@@ -1,8 +1,9 @@
 """Scoring with EvalPlus as a library, one answer at a time, in a scoring process.
 
-For an answer: the program is extracted (``code_extraction``); the expected outputs come from EvalPlus' own execution
-of the reference solution, computed once per task and kept in a cache folder; ``untrusted_check`` runs the program on
-the base inputs, then on the plus inputs. Its verdict is reported unchanged as ``evalplus``.
+For an answer: the program is extracted (``code_extraction``); the expected outputs come from EvalPlus' own
+execution of the reference solution, computed once per task and kept in a cache folder; ``untrusted_check``
+runs the program on the base inputs, then on the plus inputs. Its verdict is reported unchanged as
+``evalplus``.
 
 Three things EvalPlus 0.3.1 cannot tell are told apart by watching it, which changes no verdict:
 
@@ -64,8 +65,8 @@ def wall_seconds(attempt: str) -> float:
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Verdicts of both scorers on ``text``.
 
-    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs). Raises InputError when EvalPlus is not
-    installed.
+    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs). Raises InputError when EvalPlus
+    is not installed.
     """
     try:
         import evalplus.eval  # noqa: F401
@@ -201,8 +202,8 @@ def _observed(evalplus_eval: Any) -> Iterator[Any]:
 def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
     """EvalPlus' expected outputs and reference times for the document's tests: ``base``, ``base_time``, ….
 
-    Kept in ``cache`` under a hash of the task, its inputs, the EvalPlus and the Python version; written whole or not
-    at all, so any number of processes may share the folder.
+    Kept in ``cache`` under a hash of the task, its inputs, the EvalPlus and the Python version; written whole
+    or not at all, so any number of processes may share the folder.
     """
     from evalplus.gen.util import trusted_exec
 
@@ -239,7 +240,7 @@ _CHECKED = "checked_find_zero"
 
 
 def repaired(program: str, document: dict[str, Any]) -> str:
-    """``program`` with HumanEval/32's oracle as a function: whether the polynomial is within ``atol`` of 0 there."""
+    """``program`` with HumanEval/32's oracle as a function: is the polynomial within ``atol`` of 0 there?"""
     return (
         f"{program}\n\ndef {_CHECKED}(xs):\n"
         f"    import math\n"

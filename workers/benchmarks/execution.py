@@ -1,10 +1,10 @@
 """The scoring process: ``python -m dlmgrid.workers.benchmarks.execution JOB_FD REPLY_FD``.
 
-It is started by exec from ``scoring_process``, never forked from a caller that may hold a model or a Ray connection.
-It reads one job a line, ``{"id", "module", "text", "document", "options"}``, calls ``module.score`` in its main
-thread (lm-eval's math verifier and every alarm-based limit need that), kills whatever the job left running, and
-answers with one line. Standard input, output and error are the null device, so a text that prints cannot break the
-protocol. The parent enforces the wall limit.
+It is started by exec from ``scoring_process``, never forked from a caller that may hold a model or a Ray
+connection. It reads one job a line, ``{"id", "module", "text", "document", "options"}``, calls
+``module.score`` in its main thread (lm-eval's math verifier and every alarm-based limit need that), kills
+whatever the job left running, and answers with one line. Standard input, output and error are the null
+device, so a text that prints cannot break the protocol. The parent enforces the wall limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two benchmarks that the project generates itself: ``words`` and ``functions``.
 
-Their items, answers and extraction are in ``words`` and ``functions``, which this module imports when they are
-used. They need no data folder, no network and no scoring package. ``functions`` runs the generated program with its
-tests in the sandbox of ``execution``.
+Their items, answers and extraction are in ``words`` and ``functions``, which this module imports when they
+are used. They need no data folder, no network and no scoring package. ``functions`` runs the generated
+program with its tests in the sandbox of ``execution``.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Example document::
      "answer": "It takes 2/2=<<2/2=1>>1 bolt of white fiber\\n…\\n#### 3"}
 
 ``gsm8k`` renders what ``lm_eval --tasks gsm8k --apply_chat_template`` renders: the user turn is
-``Question: …\\nAnswer:``; few-shot examples are earlier turns of the chat (lm-eval's default under a chat template),
-drawn from the train split by lm-eval's sampler with its default seed. The papers' setting is zero-shot.
-``gsm8k_question`` asks the question alone: the form on which chat models are usually tuned. Both are rendered here
-without importing lm-eval; a test holds them against lm-eval's own rendering.
+``Question: …\\nAnswer:``; few-shot examples are earlier turns of the chat (lm-eval's default under a chat
+template), drawn from the train split by lm-eval's sampler with its default seed. The papers' setting is
+zero-shot. ``gsm8k_question`` asks the question alone: the form on which chat models are usually tuned. Both
+are rendered here without importing lm-eval; a test holds them against lm-eval's own rendering.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ LM_EVAL_SCORER = Scorer(
 
 _EXTRACTION = (
     "Two extractors, reported side by side under lm-eval's names. strict-match: the first `#### N`. "
-    "flexible-extract: the last number in the text. exact_match then ignores case, commas, $, text before `#### `, "
-    "and a final dot; 29.0 and 29 differ, as they do in lm-eval."
+    "flexible-extract: the last number in the text. exact_match then ignores case, commas, $, text before "
+    "`#### `, and a final dot; 29.0 and 29 differ, as they do in lm-eval."
 )
 _STOP = (
     "the model's stop token or the generation length. lm-eval's own stop strings "
-    "(`Question:`, `</s>`, `<|im_end|>`) are not applied while decoding: the text is cut at the first of them "
-    "before it is scored, as lm-eval's models do"
+    "(`Question:`, `</s>`, `<|im_end|>`) are not applied while decoding: the text is cut at the first of "
+    "them before it is scored, as lm-eval's models do"
 )
 
 GSM8K = Benchmark(
@@ -85,8 +85,8 @@ GSM8K = Benchmark(
     source=f"openai/gsm8k, main, test, revision {GSM8K_REVISION}",
     chat=True,
     prompt=(
-        "lm-eval's gsm8k: the user turn is `Question: …\\nAnswer:`; few-shot examples from the train split, drawn "
-        f"with lm-eval's sampler and seed {FEWSHOT_SEED}, are earlier turns"
+        "lm-eval's gsm8k: the user turn is `Question: …\\nAnswer:`; few-shot examples from the train split, "
+        f"drawn with lm-eval's sampler and seed {FEWSHOT_SEED}, are earlier turns"
     ),
     default_gen_length=256,
     max_fewshot=32,

@@ -1,14 +1,14 @@
 """HumanEval and HumanEval+, with EvalPlus' own chat prompt, scored by EvalPlus.
 
-The prompt is the one ``evalplus.codegen`` gives to instruction-tuned models: the user turn asks for a self-contained
-script and shows the signature and docstring in a code fence; the assistant turn is opened with EvalPlus' sentence
-and an open ``python`` fence, so the answer starts with code. It is the protocol behind the numbers that papers
-report "with EvalPlus", and it does not depend on a model's habit of opening a fence. The opened part belongs to the
-prompt (``assistant_prefix``), not to the answer.
+The prompt is the one ``evalplus.codegen`` gives to instruction-tuned models: the user turn asks for a
+self-contained script and shows the signature and docstring in a code fence; the assistant turn is opened with
+EvalPlus' sentence and an open ``python`` fence, so the answer starts with code. It is the protocol behind the
+numbers that papers report "with EvalPlus", and it does not depend on a model's habit of opening a fence. The
+opened part belongs to the prompt (``assistant_prefix``), not to the answer.
 
-Both benchmarks ask the same 164 questions of HumanEval+ v0.1.10, whose prompts equal HumanEval's but for the place
-of one import (HumanEval/115). ``humaneval`` is scored on the base tests, ``humaneval_plus`` on both sets of tests.
-Example document (test inputs are JSON text, so that they reach EvalPlus unchanged)::
+Both benchmarks ask the same 164 questions of HumanEval+ v0.1.10, whose prompts equal HumanEval's but for the
+place of one import (HumanEval/115). ``humaneval`` is scored on the base tests, ``humaneval_plus`` on both
+sets of tests. Example document (test inputs are JSON text, so that they reach EvalPlus unchanged)::
 
     {"task_id": "HumanEval/0", "entry_point": "has_close_elements", "prompt": "from typing import List…",
      "canonical_solution": "…", "atol": 0, "base_input": "[[[1.0, 2.0, …", "plus_input": "[[…"}
@@ -27,8 +27,14 @@ RELEASE = "HumanEvalPlus v0.1.10"
 # Raised whenever the solution made from a text can change: it is part of the scorers' version.
 POSTPROCESS_VERSION = 1
 
-INSTRUCTION = "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
-RESPONSE = "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:"
+INSTRUCTION = (
+    "Please provide a self-contained Python script that solves the following problem "
+    "in a markdown code block:"
+)
+RESPONSE = (
+    "Below is a Python script with a self-contained function that solves the problem "
+    "and passes corresponding tests:"
+)
 # The only task whose verdict the second scorer changes.
 REPAIRED_TASKS = ("HumanEval/32",)
 
@@ -83,14 +89,14 @@ def _scorers(metrics: tuple[str, ...]) -> tuple[Scorer, ...]:
 
 
 _EXTRACTION = (
-    "the first stretch between code fences that defines the function (the prompt has opened the first fence); else "
-    "the answer taken as the body that continues the prompt; else the longest valid Python in the text"
+    "the first stretch between code fences that defines the function (the prompt has opened the first one); "
+    "else the answer taken as the body that continues the prompt; else the longest valid Python in the text"
 )
 _POSTPROCESSING = (
-    "cut at EvalPlus' stop strings, tabs to 4 spaces, EvalPlus' sanitize (what the function needs and nothing else), "
-    "then the imports and helper functions of the prompt that the answer leaves out are put before it"
+    "cut at end-of-text strings, tabs to 4 spaces, EvalPlus' sanitize (what the function needs and nothing "
+    "else), then the imports and helper functions of the prompt that the answer leaves out are put before it"
 )
-_STOP = "the model's stop token or the generation length; EvalPlus' stop strings cut the text before scoring"
+_STOP = "the model's stop token or the generation length"
 
 
 HUMANEVAL = Benchmark(
@@ -98,7 +104,7 @@ HUMANEVAL = Benchmark(
     title="HumanEval (base tests)",
     source=f"EvalPlus release {RELEASE}, base tests",
     chat=True,
-    prompt="EvalPlus' instruct prompt; the assistant turn is opened with its sentence and a python code fence",
+    prompt="EvalPlus' instruct prompt; the assistant turn opens with its sentence and a code fence",
     default_gen_length=512,
     max_fewshot=0,
     stop=_STOP,

@@ -1,8 +1,8 @@
 """Scoring with lm-eval's own task: its filters, then its ``process_results``, one document at a time.
 
-The task is built from the YAML file that lm-eval ships, without a TaskManager (which takes seconds) and without any
-data set cache: the only document it holds is the one that is scored. The text is cut at the task's ``until`` strings
-first, which in lm-eval is the duty of the model class.
+The task is built from the YAML file that lm-eval ships, without a TaskManager (which takes seconds) and
+without any data set cache: the only document it holds is the one that is scored. The text is cut at the
+task's ``until`` strings first, which in lm-eval is the duty of the model class.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def build_task(name: str, version: str, columns: tuple[str, ...]) -> Any:
     found = str(config["metadata"]["version"])
     if found != version:
         raise InputError(
-            f"lm-eval's task {name} is version {found}, this release scores with {version}: install the lm-eval "
-            "of constraints.txt"
+            f"lm-eval's task {name} is version {found}, this release scores with {version}: install the "
+            "lm-eval of constraints.txt"
         )
 
     def one_document(**_: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Runs one untrusted program to its end, in a process of its own. Started by path, imports the standard library only.
+"""Runs one untrusted program to its end, in a process of its own. Started by path, imports the standard
+library only.
 
-``python -I program_runner.py RESULT_FD SCRATCH MEMORY_BYTES CPU_SECONDS`` with the program on standard input. When the
-program has run to its end the token on the first line of standard input is written to RESULT_FD; an exception is
-written as ``error <type>: <message>``. A process that ends in any other way writes nothing. So a program that calls
-``os._exit(0)``, or that only stops early, does not pass.
+``python -I program_runner.py RESULT_FD SCRATCH MEMORY_BYTES CPU_SECONDS`` with the program on standard input.
+When the program has run to its end the token on the first line of standard input is written to RESULT_FD; an
+exception is written as ``error <type>: <message>``. A process that ends in any other way writes nothing. So a
+program that calls ``os._exit(0)``, or that only stops early, does not pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _DENIED = frozenset(
 _CHANGES_PATH = frozenset(
     {
         "os.remove", "os.rmdir", "os.rename", "os.truncate", "os.mkdir", "os.chmod", "os.chown", "os.chflags",
-        "os.link", "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.chown", "shutil.copyfile",
+        "os.link", "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.chown",
+        "shutil.copyfile",
     }
 )  # fmt: skip
 
@@ -41,8 +43,8 @@ def install_guard(scratch: str, memory_bytes: int, cpu_seconds: int) -> None:
 
     Limits: address space, processor time, size of a written file, open files, no core dump. Denied with
     PermissionError: starting processes, signals, sockets, loading C libraries, writing or deleting outside
-    ``scratch``. It guards against accidents. It is no sandbox: the process can read what its user can read, and
-    code that sets out to get past Python's audit hooks can.
+    ``scratch``. It guards against accidents. It is no sandbox: the process can read what its user can read,
+    and code that sets out to get past Python's audit hooks can.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))

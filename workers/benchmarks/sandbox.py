@@ -1,10 +1,10 @@
 """Killing process trees, and running one program in a limited process of its own.
 
-What is guarded: wall time, processor time, memory, size of files, number of processes; starting processes, signals,
-sockets and writing outside a scratch folder (see ``program_runner``); and when a job ends, everything it started is
-killed, whatever session it moved to. What is not: a program can read every file that its user can read, and code
-written to break out of a guard inside its own process can. Run untrusted answers as a user without secrets, best in
-a container without a network.
+What is guarded: wall time, processor time, memory, size of files, number of processes; starting processes,
+signals, sockets and writing outside a scratch folder (see ``program_runner``); and when a job ends,
+everything it started is killed, whatever session it moved to. What is not: a program can read every file that
+its user can read, and code written to break out of a guard inside its own process can. Run untrusted answers
+as a user without secrets, best in a container without a network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _subreaper_pid: int | None = None
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants children of this process, so that none can hide from :func:`kill_descendants`.
+    """Make orphaned descendants children of this process, so that none can hide from
+    :func:`kill_descendants`.
 
     Linux only (prctl PR_SET_CHILD_SUBREAPER); elsewhere a process that detaches itself twice may survive.
     """
@@ -133,8 +134,9 @@ def run_program(
 ) -> Outcome:
     """Run ``program`` in a fresh interpreter, started by exec, with ``scratch`` as its working folder.
 
-    It passes when it runs to its end without an exception. Call it from a process that has nothing else to do and
-    has called :func:`become_subreaper`: all children of the calling process are killed when the program is over.
+    It passes when it runs to its end without an exception. Call it from a process that has nothing else to do
+    and has called :func:`become_subreaper`: all children of the calling process are killed when the program
+    is over.
     """
     if _subreaper_pid != os.getpid():
         raise RuntimeError(

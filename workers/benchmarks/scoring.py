@@ -1,14 +1,15 @@
 """``score_run``: score the stored generations of an output folder, any time, adding rows by scorer version.
 
-Reads ``OUT/generations/*.parquet`` and the documents in ``OUT/inputs/*.jsonl``; writes one file per benchmark,
-scorer and version, ``OUT/scores/<scorer>-<digest>.parquet``, staged in ``OUT/staging`` and renamed. The name is
-fixed by what it holds, so scoring again replaces a file by one that holds all its rows and more; another version of
-a scorer writes another file and leaves the first alone. Nothing is locked: if two commands score one folder at
-once the later rename wins, and the next call scores what it lost.
+Reads ``OUT/generations/*.parquet`` and the documents in ``OUT/inputs/*.jsonl``; writes one file per
+benchmark, scorer and version, ``OUT/scores/<scorer>-<digest>.parquet``, staged in ``OUT/staging`` and
+renamed. The name is fixed by what it holds, so scoring again replaces a file by one that holds all its rows
+and more; another version of a scorer writes another file and leaves the first alone. Nothing is locked: if
+two commands score one folder at once the later rename wins, and the next call scores what it lost.
 
-A row's ``status``: ``scored`` (a wrong answer has value 0), ``timed_out`` (value 0, after a second try alone),
-``errored`` (no value: the generation has an error, or its scorer failed), ``not_scored`` (no value: running generated
-code was not allowed). A row counts as done when it is ``scored`` or ``timed_out`` for the same text.
+A row's ``status``: ``scored`` (a wrong answer has value 0), ``timed_out`` (value 0, after a second try
+alone), ``errored`` (no value: the generation has an error, or its scorer failed), ``not_scored`` (no value:
+running generated code was not allowed). A row counts as done when it is ``scored`` or ``timed_out`` for the
+same text.
 """
 
 from __future__ import annotations
@@ -101,10 +102,11 @@ def score_run(
 ) -> ScoreSummary:
     """Score what is not yet scored by the installed versions of the scorers.
 
-    ``benchmarks`` restricts the call to those named. Generated code runs only with ``confirm_run_unsafe_code`` or
-    HF_ALLOW_CODE_EVAL=1. ``workers`` scoring processes run at once; time-outs are tried again one by one at the
-    end. ``on_progress(done, total)`` is called per text. Raises InputError for a folder without generations, an
-    unknown benchmark, a missing document, or a scoring package that is not installed.
+    ``benchmarks`` restricts the call to those named. Generated code runs only with
+    ``confirm_run_unsafe_code`` or HF_ALLOW_CODE_EVAL=1. ``workers`` scoring processes run at once; time-outs
+    are tried again one by one at the end. ``on_progress(done, total)`` is called per text. Raises InputError
+    for a folder without generations, an unknown benchmark, a missing document, or a scoring package that is
+    not installed.
     """
     started = time.monotonic()
     folder = Path(out)
@@ -220,7 +222,7 @@ class _Run:
         workers: int,
         on_progress: Progress | None,
     ) -> None:
-        """Score all jobs, then those that ran out of time once more, alone. Rows are written as they come in."""
+        """Score all jobs, then those that ran out of time once more, alone. Writes rows as they come."""
         cache = _cache_folder() / "evalplus" if jobs else Path()
         again: list[_Job] = []
         done = 0
@@ -313,7 +315,7 @@ def _map(
     workers: int,
     cache: str,
 ) -> Iterable[tuple[_Job, Reply]]:
-    """Score ``jobs`` in ``workers`` scoring processes and yield replies as they come. An error ends all of it."""
+    """Score ``jobs`` in ``workers`` scoring processes and yield replies as they come. An error ends all."""
     waiting: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -400,7 +402,7 @@ def _read_documents(folder: Path, wanted: set[tuple[str, str]]) -> dict[tuple[st
             known = documents.setdefault((name, item.item_id), item.document)
             if known != item.document:
                 raise InputError(
-                    f"{path}: item {item.item_id} has another document than in another file of {name}: the data "
+                    f"{path}: item {item.item_id} has another document in another file of {name}: the data "
                     "changed between runs; score them in separate output folders"
                 )
     missing = sorted(wanted - documents.keys())

@@ -1,4 +1,4 @@
-"""The parent's side of a scoring process: starts it clean, gives it jobs, bounds their time, kills what is left."""
+"""The parent's side of a scoring process: starts it clean, bounds its jobs' time, kills what is left."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _PASSED_ON = (
 class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
-    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``died`` (the process ended or was killed for
-    starting too many others) or ``failed`` (the scorer raised).
+    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``died`` (the process ended or was killed
+    for starting too many others) or ``failed`` (the scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
@@ -54,9 +54,9 @@ class Reply:
 class ScoringProcess:
     """One scoring process, started when a job comes and replaced after it was killed.
 
-    It gets no standard streams, no GPU, one thread per numeric library, a fixed hash seed, a scratch folder as home
-    and temporary folder, and no variable of the caller's environment but those that Python needs: a generated
-    program finds no credentials there. Use it from one thread, as a context manager.
+    It gets no standard streams, no GPU, one thread per numeric library, a fixed hash seed, a scratch folder
+    as home and temporary folder, and no variable of the caller's environment but those that Python needs: a
+    generated program finds no credentials there. Use it from one thread, as a context manager.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
