@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from dlmgrid.jobs.benchmarks import wide_console
 from dlmgrid.workers.benchmarks.scoring import OPT_IN_REMEDY, ScoreSummary, score_run
 
 PROGRESS_SECONDS = 5.0
@@ -64,7 +64,7 @@ def print_summary(summary: ScoreSummary) -> None:
         counts = [str(row.statuses.get(status, 0)) for status in STATUSES]
         mean = "-" if row.mean is None else f"{row.mean:.4f}"
         table.add_row(row.benchmark, row.scorer, row.metric, mean, *counts)
-    console = Console(soft_wrap=True)
+    console = wide_console()
     console.print(table)
     console.print(
         f"{summary.num_added} score rows added, {summary.num_kept} kept; {summary.num_texts_scored} distinct "

@@ -64,7 +64,11 @@ def test_humaneval_prompt_bytes(data_folder: Path) -> None:
 
 def test_prompt_version_tells_shots_and_styles_apart() -> None:
     gsm8k = get_benchmark("gsm8k")
-    versions = {gsm8k.prompt_version(0), gsm8k.prompt_version(5), get_benchmark("gsm8k_question").prompt_version(0)}
+    versions = {
+        gsm8k.prompt_version(0),
+        gsm8k.prompt_version(5),
+        get_benchmark("gsm8k_question").prompt_version(0),
+    }
     assert len(versions) == 3
 
 

@@ -49,7 +49,9 @@ ANSWERS = {
     "prose without fence": f"Here is the solution.\n\n{FUNCTION}\nThat's all, folks: it's O(n).",
     "unclosed fence": f"Of course:\n```python\n{FUNCTION}",
     "imports and helpers": f"```python\n{HELPED}```",
-    "indented in a list": "1. Code:\n\n   ```python\n" + "".join(f"   {x}\n" for x in FUNCTION.splitlines()) + "   ```",
+    "indented in a list": "1. Code:\n\n   ```python\n"
+    + "".join(f"   {x}\n" for x in FUNCTION.splitlines())
+    + "   ```",
     "example call after it": f"{FUNCTION}\nprint(total([1, 2]))\nassert total([2]) == 1\n",
     "main block after it": f'{FUNCTION}\nif __name__ == "__main__":\n    print(total([1]))\n',
     "run-on cut in the middle": f"{FUNCTION}\ndef other(values):\n    return [value for",
@@ -69,7 +71,15 @@ def test_right_answer_in_any_wrapping(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "   \n", "I cannot do that.", "```python\n```", "def total(values, start):\n    '''Sum.'''\n", "\x00", "def total(" * 500],
+    [
+        "",
+        "   \n",
+        "I cannot do that.",
+        "```python\n```",
+        "def total(values, start):\n    '''Sum.'''\n",
+        "\x00",
+        "def total(" * 500,
+    ],
     ids=["empty", "blank", "prose", "empty fence", "docstring only", "null byte", "unclosed"],
 )
 def test_no_answer_gives_no_working_function(text: str) -> None:

@@ -26,7 +26,7 @@ def test_folder_comes_from_the_environment(data_folder: Path, monkeypatch: pytes
 
 
 def test_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--data: .*nowhere is not a folder"):
+    with pytest.raises(InputError, match=r"--data: .*nowhere is not a folder"):
         load_rows(GSM8K_TEST, tmp_path / "nowhere")
 
 
@@ -44,7 +44,7 @@ def test_undeclared_subset_is_taken_for_truncated(data_folder: Path) -> None:
 def test_fewer_rows_than_declared(data_folder: Path) -> None:
     path = data_folder / "gsm8k/test.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(InputError, match="24 rows where manifest.json declares 25"):
+    with pytest.raises(InputError, match=r"24 rows where manifest.json declares 25"):
         load_rows(GSM8K_TEST, data_folder)
 
 
@@ -114,7 +114,12 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
         "    try: load_rows(source)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "",
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )

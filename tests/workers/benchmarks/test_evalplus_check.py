@@ -76,7 +76,9 @@ def test_wrong_on_the_base_tests_is_wrong_on_both(score: Scorer) -> None:
     assert (rows[BASE]["value"], rows[PLUS]["value"], rows[PLUS]["status"]) == (0.0, 0.0, "scored")
 
 
-def test_base_benchmark_has_no_plus_metric(process: ScoringProcess, data_folder: Path, tmp_path: Path) -> None:
+def test_base_benchmark_has_no_plus_metric(
+    process: ScoringProcess, data_folder: Path, tmp_path: Path
+) -> None:
     document = get_benchmark("humaneval").load(data_folder)[1].document
     rows = Scorer(process, document, tmp_path)(document["canonical_solution"])
     assert {metric for _, metric in rows} == {"pass@1,base"}
@@ -91,7 +93,9 @@ def test_slow_test_is_a_timeout_and_passes_alone_with_a_larger_limit(score: Scor
 
 
 def test_endless_test_is_a_timeout_that_it_cannot_swallow(score: Scorer) -> None:
-    rows = score("    while True:\n        try:\n            while True: pass\n        except ValueError: pass\n    return 1")
+    rows = score(
+        "    while True:\n        try:\n            while True: pass\n        except ValueError: pass\n    return 1"
+    )
     assert rows[BASE]["status"] == "timed_out"
 
 
@@ -146,7 +150,9 @@ def test_prompt_is_evalplus_own_chat_prompt(data_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("task", [0, 32, 115])
-def test_gold_of_the_published_set(process: ScoringProcess, shared_data: Path, tmp_path: Path, task: int) -> None:
+def test_gold_of_the_published_set(
+    process: ScoringProcess, shared_data: Path, tmp_path: Path, task: int
+) -> None:
     document = get_benchmark("humaneval_plus").load(shared_data, task + 1)[task].document
     rows = Scorer(process, document, tmp_path)(document["canonical_solution"] + "```\nDone.")
     assert rows["evalplus-repaired", "pass@1,plus"]["value"] == 1.0
