@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
@@ -25,6 +26,9 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
     if text in ("slow unless alone", "always slow"):
         is_late = text == "always slow" or options["attempt"] != ALONE
         return [verdict("probe", "m", float(not is_late), status=TIMED_OUT if is_late else SCORED)]
+    if text.startswith("touch "):
+        Path(text.removeprefix("touch ")).touch()
+        return [verdict("unsafe", "m", 1.0)]
     if text == "describe":
         return [{"pid": os.getpid(), "environment": dict(os.environ), "modules": sorted(sys.modules)}]
     if text == "raise":

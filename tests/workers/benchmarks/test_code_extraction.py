@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
@@ -38,7 +40,7 @@ ANSWERS = {
     "indented body": BODY,
     "newline and indented body": "\n" + BODY,
     "body that lost its first indent": BODY.lstrip(),
-    "body without any indent": "result = start\nfor value in values:\n    result += halve(value)\nreturn result\n",
+    "body without any indent": textwrap.dedent(BODY),
     "body and closed fence": BODY + "```\nDone.",
     "tabs": BODY.replace("    ", "\t"),
     "windows line ends": FUNCTION.replace("\n", "\r\n"),

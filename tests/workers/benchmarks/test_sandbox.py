@@ -24,7 +24,7 @@ become_subreaper()
 outcomes = []
 for program in json.load(sys.stdin):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        outcome = run_program(program, scratch=Path(scratch), wall_seconds=1.5)
+        outcome = run_program(program, scratch=Path(scratch), wall_seconds=1.0)
     outcomes.append([outcome.status, outcome.detail, outcome.seconds])
 print(json.dumps(outcomes))
 """
@@ -138,7 +138,10 @@ def test_files_outside_the_scratch_folder_are_safe(tmp_path: Path) -> None:
 
 
 def test_scratch_folder_is_writable() -> None:
-    program = "open('a', 'w').write('1')\nimport os; os.mkdir('b'); os.rename('a', 'b/a'); assert open('b/a').read() == '1'"
+    program = (
+        "open('a', 'w').write('1')\n"
+        "import os; os.mkdir('b'); os.rename('a', 'b/a'); assert open('b/a').read() == '1'"
+    )
     assert run(program)[0][:2] == ["passed", "ran to its end"]
 
 

@@ -136,38 +136,49 @@ def test_new_scorer_version_adds_rows_and_keeps_the_old(
     assert len(score_rows(out)) == 16
 
 
+@pytest.mark.parametrize("opt_in", ["argument", "environment"])
 def test_code_runs_only_after_the_opt_in(
     make_run: MakeRun,
     generation: Generation,
-    humaneval_items: list[Item],
     gsm8k_items: list[Item],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    opt_in: str,
 ) -> None:
+    unsafe = Scorer(name="unsafe", metrics=("m",), runs_code=True, summary="", version=lambda: "1")
+    probed = dataclasses.replace(get_benchmark("gsm8k"), scoring=PROBE, scorers=(unsafe,))
+    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", probed)
     touched = tmp_path / "touched"
-    touch = f"import os\nos.open({str(touched)!r}, 64)\ndef repeat(text, times):\n    return text * times\n"
-    out = make_run(
-        {"humaneval_plus": humaneval_items, "gsm8k": gsm8k_items},
-        [
-            generation("humaneval_plus", "HumanEval/901", touch),
-            generation("gsm8k", "gsm8k/0", gold(gsm8k_items[0])),
-        ],
-    )
+    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", f"touch {touched}")])
     summary = score_run(out)
     assert summary.needs_opt_in
     assert not touched.exists()
-    assert values(out, "evalplus", "pass@1,plus") == {"HumanEval/901": (None, "not_scored")}
-    assert "--confirm-run-unsafe-code" in next(
-        r["detail"] for r in score_rows(out) if r["scorer"] == "evalplus"
-    )
-    assert values(out, "lm-eval", "exact_match,strict-match") == {"gsm8k/0": (1.0, "scored")}
+    assert values(out, "unsafe", "m") == {"gsm8k/0": (None, "not_scored")}
+    assert "--confirm-run-unsafe-code" in score_rows(out)[0]["detail"]
     assert score_run(out).num_added == 0
-    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
-    assert not score_run(out).needs_opt_in
-    assert values(out, "evalplus", "pass@1,plus") == {"HumanEval/901": (1.0, "scored")}
-    monkeypatch.delenv("HF_ALLOW_CODE_EVAL")
+    if opt_in == "environment":
+        monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
+    assert not score_run(out, confirm_run_unsafe_code=opt_in == "argument").needs_opt_in
+    assert touched.exists()
+    assert values(out, "unsafe", "m") == {"gsm8k/0": (1.0, "scored")}
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
     kept = score_run(out)
     assert (kept.num_added, kept.needs_opt_in) == (0, False)
+
+
+def test_without_the_opt_in_other_scorers_still_run(
+    make_run: MakeRun, generation: Generation, humaneval_items: list[Item], gsm8k_items: list[Item]
+) -> None:
+    out = make_run(
+        {"humaneval_plus": humaneval_items, "gsm8k": gsm8k_items},
+        [
+            generation("humaneval_plus", "HumanEval/901", "?"),
+            generation("gsm8k", "gsm8k/0", gold(gsm8k_items[0])),
+        ],
+    )
+    score_run(out)
+    assert values(out, "evalplus", "pass@1,plus") == {"HumanEval/901": (None, "not_scored")}
+    assert values(out, "lm-eval", "exact_match,strict-match") == {"gsm8k/0": (1.0, "scored")}
 
 
 def test_wrong_errored_and_timed_out_are_told_apart(
