@@ -20,7 +20,7 @@ STATUSES = ("scored", "timed_out", "errored", "not_scored")
 def command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of a run.")],
     benchmarks: Annotated[
-        list[str] | None, typer.Option("--benchmarks", help="Score only these benchmarks: a name, or several with commas; repeatable.")
+        list[str] | None, typer.Option("--benchmarks", help="Score only these, separated by commas.")
     ] = None,
     confirm_run_unsafe_code: Annotated[
         bool,
@@ -37,14 +37,15 @@ def command(
     time, memory, processes and files, killed as a whole afterwards. They can still read what your user can
     read.
     """
-    names = None if benchmarks is None else [name for given in benchmarks for name in given.split(",") if name]
+    names = None
+    if benchmarks is not None:
+        names = [name for given in benchmarks for name in given.split(",") if name]
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_SECONDS:
-            names = None if benchmarks is None else [name for given in benchmarks for name in given.split(",") if name]
-    last = time.monotonic()
+            last = time.monotonic()
             print(f"scored {done} of {total} texts ({100 * done // total} %)", file=sys.stderr)
 
     summary = score_run(
