@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,26 @@ def test_published_sets_are_recognised_whatever_their_format(
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, edited)).encode(), 1))
     with pytest.raises(InputError, match="content differs from the published set"):
         load_rows(source, tmp_path / "other")
+
+
+def test_hub_is_asked_for_configuration_and_revision_and_its_rows_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[Any] = []
+    num_rows = GSM8K_TEST.num_rows
+
+    def load_dataset(*given: str, **named: str) -> Any:
+        asked.append((given, named))
+        return datasets.Dataset.from_list([{"question": "?", "answer": "#### 1", "more": 0}] * num_rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows(GSM8K_TEST)[-1] == {"question": "?", "answer": "#### 1"}
+    revision = "e53f048856ff4f594e959d75785d2c2d37b678ee"
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "revision": revision})]
+    num_rows = 1318
+    with pytest.raises(InputError, match="1318 rows where 1319 were expected"):
+        load_rows(GSM8K_TEST)
 
 
 def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ expected = get_groundtruth(problems, get_human_eval_plus_hash(), [])
 found = []
 for sample in json.load(sys.stdin):
     task = sample["task_id"]
-    result = check_correctness("humaneval", 0, problems[task], sample["solution"], expected[task], fast_check=True)
+    given = ("humaneval", 0, problems[task], sample["solution"], expected[task])
+    result = check_correctness(*given, fast_check=True)
     found.append([result["base"][0], result["plus"][0]])
 print(json.dumps(found))
 """
@@ -175,7 +176,7 @@ def test_humaneval_32_fails_under_evalplus_and_is_judged_by_the_repair(
 def test_verdicts_are_those_of_evalplus_own_evaluator(
     process: ScoringProcess, data_folder: Path, tmp_path: Path
 ) -> None:
-    """The programs that we extract, scored by EvalPlus' own evaluator: the same statuses, sample by sample."""
+    """The programs that we extract, scored by EvalPlus' own evaluator: the same statuses."""
     items = {item.item_id: item.document for item in get_benchmark("humaneval_plus").load(data_folder)}
     answers = [
         ("HumanEval/900", items["HumanEval/900"]["canonical_solution"]),
