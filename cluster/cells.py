@@ -1,4 +1,5 @@
-"""From a grid to its cells: names looked up, checkpoints and data checked, references added, duplicates folded.
+"""From a grid to its cells: names looked up, checkpoints and data checked, references added, duplicates
+folded.
 
 Everything here runs on the driver before any model loads; only headers of checkpoints are read.
 """
@@ -70,7 +71,8 @@ def find_models(grid: Grid, sources: Sources) -> list[Model]:
         for decoder in grid.decoder:
             if decoder.commits_per_step > block_length:
                 raise InputError(
-                    f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its block "
+                    f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its "
+                    "block "
                     f"of {block_length} tokens; lower it"
                 )
         models.append(Model(entry=entry, folder=folder, shape=shape))

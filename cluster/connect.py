@@ -1,7 +1,7 @@
 """Joining Ray, what an actor asks for, and the environment it gets.
 
-``ray.init`` is called plainly: it honours RAY_ADDRESS and a submitted job's own runtime environment, and starts a
-local Ray where there is no cluster.
+``ray.init`` is called plainly: it honours RAY_ADDRESS and a submitted job's own runtime environment, and
+starts a local Ray where there is no cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ FORWARDED_VARIABLES = (
     "XDG_CACHE_HOME",
 )
 AUTH_REMEDY = (
-    "set RAY_AUTH_MODE=token with the cluster's token in RAY_AUTH_TOKEN (or in a file that RAY_AUTH_TOKEN_PATH names; "
+    "set RAY_AUTH_MODE=token with the cluster's token in RAY_AUTH_TOKEN (or in a file that "
+    "RAY_AUTH_TOKEN_PATH names; "
     "`ray get-auth-token` on the head node prints it), or RAY_AUTH_MODE=disabled on both sides"
 )
 
@@ -71,7 +72,8 @@ def connect(address: str | None) -> Connection:
         where = address or os.environ.get("RAY_ADDRESS") or "this machine"
         reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"no Ray at {where} ({reason}); check --address and RAY_ADDRESS, and if authentication is on {AUTH_REMEDY}"
+            f"no Ray at {where} ({reason}); check --address and RAY_ADDRESS, and if authentication is on "
+            f"{AUTH_REMEDY}"
         ) from error
     context = ray.get_runtime_context()
     return Connection(is_own=_is_own(), opened=True, address=context.gcs_address, job_id=context.get_job_id())
@@ -80,7 +82,7 @@ def connect(address: str | None) -> Connection:
 def num_slots(resources: Resources) -> int:
     """How many actors the cluster's nodes can hold, by total resources of the nodes alive now."""
     slots = 0
-    for node in ray.nodes():
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
         if not node["Alive"]:
             continue
         total = node["Resources"]
@@ -93,9 +95,14 @@ def num_slots(resources: Resources) -> int:
 
 def describe_resources(resources: Resources) -> str:
     """``needs 1 CPU, 1 GPU an actor; the cluster has 8 CPU, 0 GPU (free: 8 CPU, 0 GPU)``."""
-    total, free = ray.cluster_resources(), ray.available_resources()
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
     need = f"{resources.cpus_per_actor} CPU" + (f", {resources.num_gpus:g} GPU" if resources.num_gpus else "")
-    return f"needs {need} an actor; the cluster has {_amounts(total)} (free: {_amounts(free)})"
+    return f"needs {need} an actor; the cluster has {cluster_amounts()} (free: {_amounts(free)})"
+
+
+def cluster_amounts() -> str:
+    """``8 CPU, 1 GPU``: what the nodes have in all."""
+    return _amounts(ray.cluster_resources())  # type: ignore[no-untyped-call]
 
 
 def actor_options(resources: Resources, index: int) -> dict[str, Any]:
@@ -110,7 +117,8 @@ def actor_options(resources: Resources, index: int) -> dict[str, Any]:
 
 
 def actor_environment(resources: Resources, index: int) -> dict[str, str]:
-    """Variables of an actor: our defaults, then the driver's own, and nothing that the submitted job sets itself."""
+    """Variables of an actor: our defaults, then the driver's own, and nothing that the submitted job sets
+    itself."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path(tempfile.gettempdir()) / f"dlmgrid-triton-{_user()}"
     values = {
         "TOKENIZERS_PARALLELISM": "false",

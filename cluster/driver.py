@@ -1,7 +1,8 @@
-"""The Ray loop: actors, a bounded window of calls for each, retries, commits. The only file with ray.wait and ray.get.
+"""The Ray loop: actors, a bounded window of calls for each, retries, commits. The only file with ray.wait
+and ray.get.
 
-No torch here and no GPU. Results come in as they finish; a batch of them is committed with two syncs. Whatever kills
-this process, the store is whole: see :mod:`dlmgrid.cluster.store`.
+No torch here and no GPU. Results come in as they finish; a batch of them is committed with two syncs.
+Whatever kills this process, the store is whole: see :mod:`dlmgrid.cluster.store`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-import dlmgrid
-from dlmgrid.cluster.connect import Connection, actor_options, describe_resources, num_slots
+from dlmgrid.cluster.admission import admit, check_references
+from dlmgrid.cluster.connect import Connection, actor_options, cluster_amounts, describe_resources, num_slots
+from dlmgrid.cluster.failures import Failure, classify, first_line, raised_in_worker
 from dlmgrid.cluster.grid import Resources
 from dlmgrid.cluster.plan import Chain
 from dlmgrid.cluster.progress import Counts, Progress
 from dlmgrid.cluster.records import RunRecord
-from dlmgrid.cluster.schedule import Failure, Scheduler
+from dlmgrid.cluster.schedule import Scheduler
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.actor import ActorDescription, DecodeActor, source_digest
 from dlmgrid.workers.errors import DlmgridError, InputError, OutOfMemoryError
-from dlmgrid.workers.rows import error_row
+from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
 from dlmgrid.workers.units import WorkUnit
 
@@ -77,7 +79,8 @@ def fingerprint_weights(
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Have workers read the weights of these checkpoints. Raises InputError when no worker can within the wait."""
+    """Have workers read the weights of these checkpoints. Raises InputError when no worker can within the
+    wait."""
     task = ray.remote(num_cpus=1, max_retries=1)(function)
     pending = {task.remote(folder): folder for folder in folders}
     found: dict[Path, str] = {}
@@ -89,16 +92,18 @@ def fingerprint_weights(
             try:
                 found[folder] = ray.get(reference)
             except RayTaskError as error:
-                raise _cause(error) from error
+                raise raised_in_worker(error) from error
         now = time.monotonic()
         if now > next_word:
             say(
-                f"waiting for the weight fingerprints of {len(pending)} checkpoints; the cluster has {ray.cluster_resources()}"
+                f"waiting for the weight fingerprints of {len(pending)} checkpoints; the cluster has "
+                f"{cluster_amounts()}"
             )
             next_word = now + SAY_SECONDS
         if pending and now > deadline:
             raise InputError(
-                f"no worker read the weights of {next(iter(pending.values()))} within {wait_seconds:g} s; check that the cluster has a free CPU"
+                f"no worker read the weights of {next(iter(pending.values()))} within {wait_seconds:g} s; "
+                "check that the cluster has a free CPU"
             )
     return [found[folder] for folder in folders]
 
@@ -106,8 +111,8 @@ def fingerprint_weights(
 class Driver:
     """Runs chains of work units to their end on a Ray that is already joined.
 
-    ``runner`` names the class that decodes inside actors, as ``module:Class``. :meth:`stop` may be called from a
-    signal handler.
+    ``runner`` names the class that decodes inside actors, as ``module:Class``. :meth:`stop` may be called
+    from a signal handler.
     """
 
     def __init__(
@@ -147,8 +152,8 @@ class Driver:
     def run(self, chains: Sequence[Chain]) -> bool:
         """Run every unit. True: all keys are stored; False: stopped.
 
-        Raises InputError when no actor can exist or driver and actors differ, WorkersUnavailableError when workers
-        are lost for good.
+        Raises InputError when no actor can exist or driver and actors differ, WorkersUnavailableError when
+        workers are lost for good.
         """
         scheduler = Scheduler(chains)
         self._chains = chains
@@ -180,7 +185,8 @@ class Driver:
             possible = num_slots(self._resources)
             if possible == 0 and self._connection.is_own:
                 raise InputError(
-                    f"no actor can start: each {describe_resources(self._resources)}; lower resources in the grid"
+                    f"no actor can start: each {describe_resources(self._resources)}; lower resources in "
+                    "the grid"
                 )
             target = self._resources.num_actors or max(1, min(possible, scheduler.num_chains))
             for index in range(len(self._slots), target):
@@ -205,7 +211,7 @@ class Driver:
         try:
             description: ActorDescription = ray.get(slot.starting)
         except RayTaskError as error:
-            cause = _cause(error)
+            cause = raised_in_worker(error)
             if isinstance(cause, InputError):
                 raise cause from error
             self._lost_at_start(slot, cause)
@@ -213,47 +219,25 @@ class Driver:
         except RayError as error:
             self._lost_at_start(slot, error)
             return
-        if (description.version, description.source_digest) != (dlmgrid.__version__, self._source):
-            raise InputError(
-                f"the driver runs dlmgrid {dlmgrid.__version__} ({self._source}) from {Path(dlmgrid.__file__).parent}, "
-                f"{slot.name} on {description.host} runs {description.version} ({description.source_digest}) from "
-                f"{description.package}; give both the same code (submit with --working-dir)"
-            )
-        if not description.sees_output:
-            raise InputError(
-                f"{description.host} does not see {self._store.out}; --out must be on a file system all nodes share"
-            )
+        admit(description, self._store.out, self._source, self._fingerprint)
         if self._fingerprint is None:
-            self._check_references(description)
+            check_references(self._chains, self._store, description)
             self._fingerprint = description.runtime_fingerprint
-        elif description.runtime_fingerprint != self._fingerprint:
-            raise InputError(
-                f"{description.host} computes with another runtime than the first actor ({description.runtime_fingerprint} "
-                f"and {self._fingerprint}), so their bits cannot be compared; run on one kind of node"
-            )
         slot.starting, slot.description, self._failed_starts = None, description, 0
         self._record.add_actor(description)
         self._progress.say(
-            f"{slot.name} (process {description.pid}) runs dlmgrid {description.version} from {description.package}"
+            f"{slot.name} (process {description.pid}) runs dlmgrid {description.version} from "
+            f"{description.package}"
         )
-
-    def _check_references(self, description: ActorDescription) -> None:
-        for chain in self._chains:
-            for unit in chain.dependents:
-                for shard in self._store.shards_of(unit.cell.reference().cell_key, unit.keys):
-                    if shard.runtime_fingerprint != description.runtime_fingerprint:
-                        raise InputError(
-                            f"{self._store.out} holds serialized runs of another runtime ({shard.runtime_fingerprint}; "
-                            f"here {description.runtime_fingerprint}), so bits cannot be compared; use a new --out"
-                        )
 
     def _lost_at_start(self, slot: _Slot, error: BaseException) -> None:
         self._clear(slot)
         self._failed_starts += 1
-        self._progress.say(f"{slot.name} did not start: {_first_line(error)}")
+        self._progress.say(f"{slot.name} did not start: {first_line(error)}")
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise WorkersUnavailableError(
-                f"{self._failed_starts} workers in a row did not start ({_first_line(error)}); run `dlmgrid doctor` there"
+                f"{self._failed_starts} workers in a row did not start ({first_line(error)}); run `dlmgrid "
+                "doctor` there"
             )
 
     def _clear(self, slot: _Slot) -> None:
@@ -304,7 +288,7 @@ class Driver:
                 try:
                     finished.append((slot, call, ray.get(call.reference)))
                 except RayTaskError as error:
-                    self._failed(scheduler, slot, call, _cause(error))
+                    self._failed(scheduler, slot, call, raised_in_worker(error))
                 except RayError as error:
                     self._failed(scheduler, slot, call, error)
         self._commit(scheduler, finished)
@@ -335,19 +319,19 @@ class Driver:
         if is_actor_suspect:
             self._replace(scheduler, slot)
             if self._store.adopt(unit):
-                self._attempt(slot, call, failure, f"{_first_line(error)} (after its rows were written)")
+                self._attempt(slot, call, failure, f"{first_line(error)} (after its rows were written)")
                 self._stored(scheduler, slot, unit)
                 return
         self._progress.say(
-            f"{_label(unit)}, attempt {unit.attempt} on {slot.name}: {failure}: {_first_line(error)}"
+            f"{_label(unit)}, attempt {unit.attempt} on {slot.name}: {failure}: {first_line(error)}"
         )
         if not scheduler.fail(unit, slot.index, failure):
-            self._attempt(slot, call, failure, _first_line(error))
+            self._attempt(slot, call, failure, first_line(error))
             return
         outcome = "quarantined" if is_actor_suspect else str(failure)
-        self._attempt(slot, call, outcome, _first_line(error))
+        self._attempt(slot, call, outcome, first_line(error))
         prefix = "" if failure is Failure.INPUT else f"{outcome} after {unit.attempt} attempts: "
-        self._store_errors(unit, prefix + _first_line(error))
+        self._store_errors(unit, prefix + first_line(error))
         self._stored(scheduler, slot, unit)
 
     def _replace(self, scheduler: Scheduler, slot: _Slot) -> None:
@@ -360,7 +344,14 @@ class Driver:
 
     def _store_errors(self, unit: WorkUnit, error: str) -> None:
         assert self._fingerprint is not None
-        rows = [error_row(unit, key, self._fingerprint, error) for key in unit.keys]
+        provenance = Provenance(
+            run_id=unit.run_id,
+            actor="driver",
+            attempt=unit.attempt,
+            device=unit.device,
+            runtime_fingerprint=self._fingerprint,
+        )
+        rows = [error_row(unit.cell, key, provenance, error) for key in unit.keys]
         write_table(unit.output, to_table(GENERATIONS, rows))
         is_stored = self._store.adopt(unit)
         assert is_stored, unit
@@ -376,7 +367,8 @@ class Driver:
         )
 
     def _watch(self, scheduler: Scheduler) -> None:
-        """Replace an actor whose running call takes too long; complain, then give up, while no actor is up."""
+        """Replace an actor whose running call takes too long; complain, then give up, while no actor is
+        up."""
         now = time.monotonic()
         for slot in self._slots:
             if slot.calls and now - slot.calls[0].clock > self._resources.unit_seconds:
@@ -398,40 +390,6 @@ class Driver:
             self._progress.say(
                 f"waiting {waited:.0f} s for actors: each {describe_resources(self._resources)}"
             )
-
-
-def classify(error: BaseException) -> Failure:
-    """What kind of failure an error that came back from a call is."""
-    if isinstance(error, InputError):
-        return Failure.INPUT
-    if isinstance(error, OutOfMemoryError | ray.exceptions.OutOfMemoryError):
-        return Failure.OUT_OF_MEMORY
-    if isinstance(error, RayActorError):
-        if "memory" in str(error).lower():  # killed by the node's memory monitor
-            return Failure.OUT_OF_MEMORY
-        return Failure.PREEMPTED if getattr(error, "preempted", False) else Failure.DIED
-    if isinstance(error, TimeoutError):
-        return Failure.DIED
-    return Failure.TRANSIENT
-
-
-def _cause(error: RayTaskError) -> BaseException:
-    """The exception that was raised in the worker."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, BaseException) else error
-
-
-def _first_line(error: BaseException) -> str:
-    """One line for logs and rows: never a traceback, never a prompt."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    if isinstance(error, RayActorError):
-        text = next(
-            (line for line in reversed(lines) if "died" in line.lower() or "killed" in line.lower()), text
-        )
-        return text[:300]
-    name = type(error).__name__
-    return text[:300] if isinstance(error, DlmgridError) else f"{name}: {text}"[:300]
 
 
 def _label(unit: WorkUnit) -> str:

@@ -1,4 +1,5 @@
-"""Weight fingerprints, cached by path, size and time of the checkpoint's files: reading 16 GB once is enough."""
+"""Weight fingerprints, cached by path, size and time of the checkpoint's files: reading 16 GB once is
+enough."""
 
 from __future__ import annotations
 

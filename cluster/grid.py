@@ -1,4 +1,5 @@
-"""The grid file: YAML, validated; an unknown key is an error that names the key, its place and the nearest one.
+"""The grid file: YAML, validated; an unknown key is an error that names the key, its place and the nearest
+one.
 
     name: demo
     models: [reference]              # or {path: …, revision: …, dtype: bfloat16, block_length: 32}
@@ -75,7 +76,8 @@ class MethodEntry(_Entry):
 
 
 class DecoderEntry(_Entry):
-    """The commit rule: ``static`` commits a fixed number a step, ``threshold`` all that are confident enough."""
+    """The commit rule: ``static`` commits a fixed number a step, ``threshold`` all that are confident
+    enough."""
 
     name: Literal["static", "threshold"]
     commits_per_step: Count = 1
@@ -96,7 +98,8 @@ class DecoderEntry(_Entry):
 class Resources(_Entry):
     """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work.
 
-    ``wait_seconds`` bounds the wait for a first actor, ``unit_seconds`` one call before its actor is replaced.
+    ``wait_seconds`` bounds the wait for a first actor, ``unit_seconds`` one call before its actor is
+    replaced.
     """
 
     num_actors: Count | None = None

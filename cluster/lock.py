@@ -1,7 +1,7 @@
 """One driver per output folder: ``run.lock`` names the holder, and a heartbeat in it shows that it lives.
 
-``flock`` decides on one machine. Across machines, where it may not reach, the heartbeat does: a newcomer watches
-it for a while, and takes over only if it stands still. Clocks are never compared.
+``flock`` decides on one machine. Across machines, where it may not reach, the heartbeat does: a newcomer
+watches it for a while, and takes over only if it stands still. Clocks are never compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RunLock:
     def acquire(self, *, watch_seconds: float = WATCH_SECONDS, say: Callable[[str], None] = print) -> None:
         """Take the lock, over from a dead holder if need be.
 
-        Raises InputError naming the holder when another driver is alive, or when the folder cannot be written.
+        Raises InputError naming the holder when another driver is alive, or when the folder cannot be
+        written.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

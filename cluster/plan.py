@@ -1,4 +1,5 @@
-"""From cells to work units: the keys still missing, in chunks, each chunk's reference before what needs it."""
+"""From cells to work units: the keys still missing, in chunks, each chunk's reference before what needs
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class UnitSettings:
 def plan_chains(works: Sequence[CellWork], store: Store | None, settings: UnitSettings) -> list[Chain]:
     """Units for the keys that ``store`` lacks (None: for all of them).
 
-    Chunks are cut from the whole list of keys, not from the missing ones, so a resumed run plans the same units.
+    Chunks are cut from the whole list of keys, not from the missing ones, so a resumed run plans the same
+    units.
     """
     groups: dict[str, list[CellWork]] = {}
     for work in works:
@@ -73,7 +75,8 @@ def plan_chains(works: Sequence[CellWork], store: Store | None, settings: UnitSe
 
 
 def unit_size(num_keys: int, num_actors: int) -> int:
-    """Keys per unit: tens, so that a death loses little and files stay few; fewer where actors would be idle."""
+    """Keys per unit: tens, so that a death loses little and files stay few; fewer where actors would be
+    idle."""
     return max(1, min(MAX_ITEMS_PER_UNIT, -(-num_keys // (2 * num_actors))))
 
 

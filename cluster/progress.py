@@ -1,4 +1,5 @@
-"""Progress of a run: a live line on a terminal, one plain line every few seconds in a job log, never one per item.
+"""Progress of a run: a live line on a terminal, one plain line every few seconds in a job log, never one
+per item.
 
 The same numbers go to ``OUT/progress.json`` for notebooks and dashboards to poll.
 """

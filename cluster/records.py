@@ -1,7 +1,8 @@
-"""The record of a run: ``run.json`` (its terminal state, whatever Ray says), and rows of ``runs`` and ``attempts``.
+"""The record of a run: ``run.json`` (its terminal state, whatever Ray says), and rows of ``runs`` and
+``attempts``.
 
-Attempts are appended to a line file while the run goes on and turned into Parquet at its end, or by the next run if
-it was killed, so that a cause of failure is never lost.
+Attempts are appended to a line file while the run goes on and turned into Parquet at its end, or by the
+next run if it was killed, so that a cause of failure is never lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def submission_id() -> str | None:
-    """The id of the Ray job that this process is the driver of; "" where Ray does not say, None for no job."""
+    """The id of the Ray job that this process is the driver of; "" where Ray does not say, None for no
+    job."""
     text = os.environ.get(JOB_CONFIG_VARIABLE)
     if text is None:
         return "" if os.environ.get("RAY_JOB_ID") else None

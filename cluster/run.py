@@ -1,7 +1,7 @@
 """One call of ``dlmgrid run``, from the grid file to its exit code.
 
-Everything that can be wrong with the input is found before Ray starts or a model loads. Running again resumes: only
-missing keys are planned, and with none missing no actor starts.
+Everything that can be wrong with the input is found before Ray starts or a model loads. Running again
+resumes: only missing keys are planned, and with none missing no actor starts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What the user asked for. ``data`` is a local data source, ``limit`` caps the items of every benchmark."""
+    """What the user asked for. ``data`` is a local data source, ``limit`` caps the items of every
+    benchmark."""
 
     grid: GridFile
     out: Path
@@ -91,13 +92,14 @@ def look_up(grid: Grid, sources: Sources, *, data: str | None, limit: int | None
 def check_out(out: Path) -> Path:
     """The output folder as an absolute path.
 
-    Raises InputError under a Ray job for a relative path, or one inside the job's own copy of the working folder:
-    what is written there vanishes with the job.
+    Raises InputError under a Ray job for a relative path, or one inside the job's own copy of the working
+    folder: what is written there vanishes with the job.
     """
     if submission_id() is not None:
         if not out.is_absolute():
             raise InputError(
-                f"--out {out} is relative, and under a Ray job that is a temporary copy which vanishes; give an absolute "
+                f"--out {out} is relative, and under a Ray job that is a temporary copy which vanishes; "
+                "give an absolute "
                 "path on storage that every node sees"
             )
         if out.resolve().is_relative_to(Path.cwd().resolve()):
@@ -111,7 +113,8 @@ def check_out(out: Path) -> Path:
 
 
 def run_grid(request: RunRequest) -> ExitCode:
-    """Run a grid into a folder. Raises InputError for bad input; every other end is a code and a run record."""
+    """Run a grid into a folder. Raises InputError for bad input; every other end is a code and a run
+    record."""
     out = check_out(request.out)
     asked = look_up(request.grid.grid, request.sources, data=request.data, limit=request.limit)
     store = Store(out)
@@ -233,7 +236,8 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
     stored = store.cell_keys
     if stored and not stored & {work.cell.cell_key for work in works}:
         raise InputError(
-            f"{store.out} holds another grid: none of its {len(stored)} cells is in this one (a model's weights count "
+            f"{store.out} holds another grid: none of its {len(stored)} cells is in this one (a model's "
+            "weights count "
             "too); choose another --out"
         )
 
@@ -258,7 +262,8 @@ def _interrupt() -> None:
 
 @contextmanager
 def _signals(action: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT do ``action`` meanwhile; only the main thread may set that, elsewhere nothing changes."""
+    """SIGTERM and SIGINT do ``action`` meanwhile; only the main thread may set that, elsewhere nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

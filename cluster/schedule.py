@@ -1,8 +1,8 @@
 """Which actor runs what next, and what becomes of a unit that failed. No Ray here: plain state, easy to test.
 
-An actor keeps its model until that model's queue is empty. A chain's dependents go to the actor that finished its
-reference. A failed unit is retried, split into single items, or given up, so that one poison item costs two deaths
-and the grid goes on.
+An actor keeps its model until that model's queue is empty. A chain's dependents go to the actor that
+finished its reference. A failed unit is retried, split into single items, or given up, so that one poison
+item costs two deaths and the grid goes on.
 """
 
 from __future__ import annotations
@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from dlmgrid.cluster.failures import Failure
 from dlmgrid.cluster.plan import Chain, split_unit
 from dlmgrid.workers.units import Key, WorkUnit
 
 MAX_DEATHS = 2
 MAX_ATTEMPTS = 20
-
-
-class Failure(StrEnum):
-    """Why a call came back without rows; the values are outcomes in the ``attempts`` table."""
-
-    INPUT = "input"
-    OUT_OF_MEMORY = "out_of_memory"
-    TRANSIENT = "transient"
-    DIED = "died"
-    PREEMPTED = "preempted"
 
 
 @dataclass(slots=True)
@@ -38,8 +28,8 @@ class _Started:
 
 
 class Scheduler:
-    """Hands out units to numbered actors. Every unit it hands out comes back through :meth:`finish` (stored, or
-    given up and recorded) or :meth:`fail` or :meth:`requeue`."""
+    """Hands out units to numbered actors. Every unit it hands out comes back through :meth:`finish`
+    (stored, or given up and recorded) or :meth:`fail` or :meth:`requeue`."""
 
     def __init__(self, chains: Iterable[Chain]) -> None:
         self._queues: dict[str, deque[Chain]] = {}

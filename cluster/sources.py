@@ -54,8 +54,8 @@ class ModelShape(Protocol):
 class Sources:
     """Look-ups that raise InputError naming what is unknown or missing and the remedy.
 
-    ``check_checkpoint`` takes the folder and the grid's block length (None: the checkpoint's own) and reads headers
-    only; ``weight_fingerprint`` reads every weight, so the driver has a worker do it.
+    ``check_checkpoint`` takes the folder and the grid's block length (None: the checkpoint's own) and reads
+    headers only; ``weight_fingerprint`` reads every weight, so the driver has a worker do it.
     """
 
     methods: Mapping[str, MethodInfo]

@@ -8,9 +8,9 @@
     OUT/manifest.jsonl   one line per commit: decides what exists
     OUT/progress.json  run.json  run.lock
 
-A commit renames a staged file and then appends its manifest line, both synced. A crash between the two leaves a
-file that the manifest does not name: the next start moves it back to staging, reads it and adopts it, or drops it.
-So every key is stored exactly once, whenever the driver dies.
+A commit renames a staged file and then appends its manifest line, both synced. A crash between the two
+leaves a file that the manifest does not name: the next start moves it back to staging, reads it and adopts
+it, or drops it. So every key is stored exactly once, whenever the driver dies.
 """
 
 from __future__ import annotations
@@ -137,12 +137,14 @@ class Store:
                 shard = Shard.from_line(values)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"{self._manifest}:{number}: damaged ({error}); restore it from a backup, or move the files of "
+                    f"{self._manifest}:{number}: damaged ({error}); restore it from a backup, or move the "
+                    "files of "
                     "generations/ into staging/ and delete it, and they are adopted"
                 ) from error
             if version != SCHEMA_VERSION:
                 raise InputError(
-                    f"{self.out} was written with schema version {version}, this is {SCHEMA_VERSION}; use a new --out"
+                    f"{self.out} was written with schema version {version}, this is {SCHEMA_VERSION}; use "
+                    "a new --out"
                 )
             self._remember(shard)
         for shard in self._shards.values():
@@ -199,7 +201,8 @@ class Store:
                 added = True
             elif known[item.item_id] != item:
                 raise InputError(
-                    f"item {item.item_id!r} of {file_name} is not the one this folder was made with: its data source "
+                    f"item {item.item_id!r} of {file_name} is not the one this folder was made with: its "
+                    "data source "
                     "changed; use a new --out"
                 )
         if added:
@@ -217,7 +220,7 @@ class Store:
                 staged = Path(unit.output)
                 shard = read_shard(staged)
                 _compare(shard, unit, result)
-                os.replace(staged, self.path_of(shard.unit_key))
+                staged.replace(self.path_of(shard.unit_key))
             except RejectedShardError as error:
                 rejected[unit.unit_key] = error
             else:
@@ -228,12 +231,13 @@ class Store:
     def recover(self, *, say: Callable[[str], None] = print) -> list[Shard]:
         """Clear up after a driver that died; returns what was adopted.
 
-        Files in ``generations/`` that the manifest does not name go back to ``staging/``. A staged file that is whole
-        and holds only keys that are missing is adopted; everything else in ``staging/`` is removed.
+        Files in ``generations/`` that the manifest does not name go back to ``staging/``. A staged file
+        that is whole and holds only keys that are missing is adopted; everything else in ``staging/`` is
+        removed.
         """
         for path in sorted(self.generations.iterdir()):
             if path.suffix != ".parquet" or path.stem not in self._shards:
-                os.replace(path, self.staging / path.name)
+                path.replace(self.staging / path.name)
         adopted: list[Shard] = []
         for path in sorted(self.staging.iterdir()):
             shard = self._adoptable(path) if path.suffix == ".parquet" else None
@@ -269,7 +273,7 @@ class Store:
         return None if any(self.has(shard.cell_key, key) for key in shard.keys) else shard
 
     def _move_in(self, path: Path, shard: Shard) -> None:
-        os.replace(path, self.path_of(shard.unit_key))
+        path.replace(self.path_of(shard.unit_key))
         self._record([shard])
 
     def _record(self, shards: Sequence[Shard]) -> None:
@@ -377,7 +381,8 @@ class Generations:
 
 
 def load(run_dir: str | Path) -> Generations:
-    """Rows of a run folder for a notebook: ``load("out").table.to_pandas()``; any time, also while a run writes.
+    """Rows of a run folder for a notebook: ``load("out").table.to_pandas()``; any time, also while a run
+    writes.
 
     Raises InputError when the folder is not a run folder, or of another schema version.
     """

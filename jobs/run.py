@@ -1,7 +1,7 @@
 """``dlmgrid run GRID --out DIR``: run a grid, or what is still missing of it.
 
-Exit codes: 0 every row is there and exact; 1 rows failed; 2 bad input; 4 a row that claims to be exact is not;
-5 stopped or incomplete (run the same command again).
+Exit codes: 0 every row is there and exact; 1 rows failed; 2 bad input; 4 a row that claims to be exact is
+not; 5 stopped or incomplete (run the same command again).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def command(
         bool | None,
         typer.Option("--progress/--quiet", help="Live display or plain lines; --quiet for neither."),
     ] = None,
-) -> None:
+) -> int:
     """Run a grid into a folder. The same command again resumes; a larger grid extends."""
     style: Style = "quiet" if progress is False else "auto"
     request = RunRequest(
@@ -48,7 +48,7 @@ def command(
     )
     code = run_grid(request)
     typer.echo(summary(out, code))
-    raise typer.Exit(int(code))
+    return int(code)
 
 
 def summary(out: Path, code: ExitCode) -> str:
@@ -58,7 +58,7 @@ def summary(out: Path, code: ExitCode) -> str:
     rows = f"{stored}/{wanted} rows in {out}"
     return {
         ExitCode.DONE: f"done: {rows}, all without error; next: dlmgrid score {out}",
-        ExitCode.ROWS_FAILED: f"done, but rows failed (column error): {rows}",
-        ExitCode.NOT_EXACT: f"NOT EXACT: rows differ from their serialized run: {rows}; see dlmgrid check {out}",
+        ExitCode.ROWS_FAILED: f"done, but some rows hold an error: {rows}",
+        ExitCode.NOT_EXACT: f"NOT EXACT, rows differ from their serialized run: {rows}; see dlmgrid check {out}",
         ExitCode.INCOMPLETE: f"incomplete: {rows}; run the same command again",
-    }.get(code, rows)
+    }[code]

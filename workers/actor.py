@@ -1,5 +1,6 @@
-"""The Ray actor's body: one process, one device, one model at a time. It imports neither ray nor torch itself;
-the driver wraps the class with ``ray.remote``, and :class:`~dlmgrid.workers.unit_runner.UnitRunner` loads models.
+"""The Ray actor's body: one process, one device, one model at a time. It imports neither ray nor torch.
+
+The driver wraps the class with ``ray.remote``; :class:`~dlmgrid.workers.unit_runner.UnitRunner` loads models.
 
 Nothing large travels: a work unit goes in, counts and a checksum come out, rows stay in the staging file.
 """
@@ -37,7 +38,7 @@ REPORTED_VARIABLES = (
 class Runner(Protocol):
     """What decodes a unit: ``UnitRunner``, or a fake of :mod:`dlmgrid.workers.testing`."""
 
-    def __init__(self, device: str) -> None: ...
+    def __init__(self, device: str, actor: str) -> None: ...
 
     def run(self, unit: WorkUnit) -> UnitResult: ...
 
@@ -90,24 +91,26 @@ def load_runner(reference: str) -> type[Runner]:
 class DecodeActor:
     """Runs work units one after another on ``device`` with ``num_threads`` CPU threads.
 
-    Raises InputError when the runner cannot start on this machine (a missing package, no such device).
+    The runner starts with the first call, :meth:`describe`, so that its errors arrive as what they are.
     """
 
     def __init__(self, name: str, runner: str, device: str, num_threads: int) -> None:
         self._name = name
+        self._runner_name = runner
+        self._device = device
         self._num_threads = num_threads
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
-        self._runner: Runner = load_runner(runner)(device)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_num_threads(num_threads)
+        self._runner: Runner | None = None
 
     def ping(self) -> int:
         """The process id: an answer means that the actor is alive and idle."""
         return os.getpid()
 
     def describe(self, probe: str) -> ActorDescription:
-        """Who and where this actor is, the effective environment, and whether it sees the file ``probe``."""
+        """Who and where this actor is, the effective environment, and whether it sees the file ``probe``.
+
+        Raises InputError when the runner cannot start on this machine (a missing package, no such device).
+        """
+        runner = self._start()
         return ActorDescription(
             name=self._name,
             host=socket.gethostname(),
@@ -116,7 +119,7 @@ class DecodeActor:
             version=dlmgrid.__version__,
             source_digest=source_digest(),
             python=sys.version.split()[0],
-            runtime_fingerprint=self._runner.fingerprint(),
+            runtime_fingerprint=runner.fingerprint(),
             environment={name: os.environ[name] for name in REPORTED_VARIABLES if name in os.environ},
             num_threads=self._num_threads,
             sees_output=Path(probe).is_file(),
@@ -126,7 +129,7 @@ class DecodeActor:
         """Decode one unit. Raises the package's own errors; running out of device memory becomes
         OutOfMemoryError whatever library said it."""
         try:
-            return self._runner.run(unit)
+            return self._start().run(unit)
         except DlmgridError:
             raise
         except MemoryError as error:
@@ -139,6 +142,16 @@ class DecodeActor:
                 message = f"device memory exhausted at {unit.max_in_flight} samples in flight: {first_line}"
                 raise OutOfMemoryError(message) from error
             raise
+
+    def _start(self) -> Runner:
+        if self._runner is None:
+            os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+            runner_class = load_runner(self._runner_name)
+            self._runner = runner_class(self._device, f"{self._name}@{socket.gethostname()}")
+            torch = sys.modules.get("torch")
+            if torch is not None:
+                torch.set_num_threads(self._num_threads)
+        return self._runner
 
 
 def _is_device_out_of_memory(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from dlmgrid.workers.cell import Cell, digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, read_items
-from dlmgrid.workers.rows import blank_row, error_row
+from dlmgrid.workers.rows import Provenance, blank_row, error_row
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.testing.faults import AFTER_WRITING, BEFORE_WRITING, commit_fault, find_fault
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
@@ -27,8 +27,9 @@ class FakeUnitRunner:
     verdict in accelerated cells. Accelerated rows take their verdict from the reference shard on disk.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, actor: str) -> None:
         self._device = device
+        self._actor = actor
 
     def fingerprint(self) -> str:
         return f"{FINGERPRINT}-{self._device}"
@@ -70,11 +71,18 @@ class FakeUnitRunner:
     def _row(
         self, unit: WorkUnit, key: Key, item: Item, references: dict[Key, list[int] | None]
     ) -> dict[str, Any]:
-        if item.document.get("prompt_fits") is False:
-            return error_row(unit, key, self.fingerprint(), f"item {item.item_id}: the prompt does not fit")
         cell = unit.cell.canonical()
+        provenance = Provenance(
+            run_id=unit.run_id,
+            actor=self._actor,
+            attempt=unit.attempt,
+            device=self._device,
+            runtime_fingerprint=self.fingerprint(),
+        )
+        if item.document.get("prompt_fits") is False:
+            return error_row(cell, key, provenance, f"item {item.item_id}: the prompt does not fit")
         tokens = _tokens(cell.reference(), key)
-        row = blank_row(unit, key, self.fingerprint())
+        row = blank_row(cell, key, provenance)
         row.update(
             prompt_tokens=3,
             prompt_digest=digest(item.prompt),
@@ -90,7 +98,6 @@ class FakeUnitRunner:
             rounds=len(tokens),
             seconds_wall=0.001,
             batch_size=min(unit.max_in_flight, len(unit.keys)),
-            actor=str(os.getpid()),
         )
         reference = tokens if cell.is_reference else references.get(key)
         if reference is None:
