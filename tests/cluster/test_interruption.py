@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import ray
+
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.store import Store
 
@@ -20,7 +23,7 @@ SCRIPT = Path(__file__).with_name("fake_run.py")
 
 
 def start(grid: Path, out: Path, data: Path) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(grid), str(out), str(data)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -43,6 +46,7 @@ def wait_for_commits(process: subprocess.Popen[str], out: Path, *, after: str | 
                 return run_id
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_a_driver_that_was_killed_and_one_that_was_stopped_are_resumed_to_the_same_rows(
     tmp_path: Path, write_grid: Callable[..., Path], write_data: Callable[..., Path], stored_rows: Any, run_record: Any,
     make_works: Any, run_units: Any,
