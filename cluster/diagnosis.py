@@ -102,7 +102,7 @@ def check_links(package: Path) -> Iterator[Finding]:
             level=Level.FAIL,
             subject="dlmgrid",
             state=f"{package} has lost its links to {', '.join(lost)}",
-            remedy="git config core.symlinks true && git checkout -- dlmgrid (a zip does not keep links: clone instead)",
+            remedy="git config core.symlinks true && git checkout -- dlmgrid (or clone: a zip keeps no links)",
         )
     else:
         yield Finding(level=Level.OK, subject="dlmgrid", state=f"{dlmgrid.__version__} at {package}")
@@ -154,7 +154,7 @@ def check_ray() -> Iterator[Finding]:
             remedy="set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or run `ray get-auth-token --generate`",
         )
     elif mode is None:
-        state = f"RAY_AUTH_MODE is unset (token: {token or 'none'}): a local Ray uses a token, a client of a cluster does not"
+        state = f"RAY_AUTH_MODE is unset (token: {token or 'none'}): a local Ray uses one, a cluster's client does not"
         yield Finding(
             level=Level.WARN if token is None else Level.OK,
             subject="ray auth",
@@ -178,7 +178,7 @@ def check_ray() -> Iterator[Finding]:
         and not os.access(home_ray if home_ray.exists() else Path.home(), os.W_OK)
     ):
         yield Finding(
-            level=Level.FAIL, subject="ray auth", state="the home folder is read-only, so a local Ray cannot keep a token",
+            level=Level.FAIL, subject="ray auth", state="the home folder is read-only: a local Ray cannot keep a token",
             remedy="set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled",
         )  # fmt: skip
     flag = os.environ.get(GPU_VISIBILITY_VARIABLE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ray.exceptions import AuthenticationError
 
 import dlmgrid
 from dlmgrid.cluster.grid import read_grid
@@ -60,7 +61,7 @@ def command(
         job = client.submit_job(
             entrypoint=line, runtime_env=runtime_environment(checkout), submission_id=submission_id
         )
-    except RuntimeError as error:
+    except (RuntimeError, AuthenticationError) as error:
         raise explain_refusal(address, error) from error
     typer.echo(f"job {job}; its record is {out}/run.json")
     if not wait:
