@@ -49,7 +49,7 @@ clean: ## remove the environment and what builds leave behind
 # The package is the checkout seen through dlmgrid/'s links, so nothing works without them.
 checkout:
 	@for folder in cluster workers kernels jobs; do \
-		test -d dlmgrid/$$folder/ || { \
+		test -L dlmgrid/$$folder -o -d dlmgrid/$$folder || { \
 			echo "error: dlmgrid/$$folder is not a link to $$folder/ (an unpacked zip, or git's core.symlinks=false); run 'make links'" >&2; \
 			exit 2; \
 		}; \

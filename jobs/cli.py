@@ -66,7 +66,9 @@ def build_app(loaded: Sequence[str]) -> typer.Typer:
     def root(
         version: Annotated[
             bool,
-            typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version),
+            typer.Option(
+                "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+            ),
         ] = False,
     ) -> None:
         pass
