@@ -86,7 +86,7 @@ GENERATIONS = _schema(
         _column("commit_steps", _INTS),
         _column("path_digest", pa.string()),
         _column("step_digests", pa.list_(pa.string())),
-        _column("step_margins", pa.list_(pa.float32())),
+        _column("commit_margins", pa.list_(pa.float32())),
         _column("logits_digest", pa.string()),
         # forwards
         _column("nfe_prefill", pa.int32()),
