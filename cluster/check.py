@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -67,12 +67,12 @@ class Check:
         }
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChecks:
-    """The checks of a whole run from its columns, with the keys that no row stands for."""
+    """The checks of a whole run from its columns, with the keys (cell, item, repeat) that no row stands for."""
 
-    checks: list[Check] = field(default_factory=list)
-    missing: list[tuple[str, str, int]] = field(default_factory=list)
+    checks: list[Check]
+    missing: list[tuple[str, str, int]]
 
     @property
     def faulty(self) -> list[Check]:
@@ -90,11 +90,15 @@ def check_stored(run_dir: Path) -> StoredChecks:
     not a run's, or a shard that is not of this schema version.
     """
     index = _Index(run_dir)
-    found = StoredChecks(missing=index.missing)
+    checks = []
+    missing = set(index.missing)
     for path in index.shards:
         for row in rows_of(path):
-            found.checks.append(_check_row(row, index))
-    return found
+            checks.append(_check_row(row, index))
+            serialized = (cell_of(row).reference().cell_key, row["item_id"], row["repeat"])
+            if not index.holds(serialized):
+                missing.add(serialized)
+    return StoredChecks(checks=checks, missing=sorted(missing))
 
 
 @lru_cache(maxsize=8)
@@ -140,6 +144,9 @@ class _Index:
     def copies(self, row: Row) -> int:
         return self._copies[row["cell_key"], row["item_id"], row["repeat"]]
 
+    def holds(self, key: tuple[str, str, int]) -> bool:
+        return key in self._copies
+
     def reference(self, row: Row) -> Row | None:
         place = self._references.get((row["reference_key"], row["item_id"]))
         return None if place is None else rows_of(place[0])[place[1]]
@@ -158,7 +165,8 @@ def _check_row(row: Row, index: _Index) -> Check:
     elif row["method"] != "none":
         reference = index.reference(row)
         if reference is None or reference["token_ids"] is None:
-            notes.append("unchecked: its serialized run " + ("is missing" if reference is None else "failed"))
+            why = "failed" if reference is not None else "is missing, failed or is of another runtime"
+            notes.append(f"unchecked: its serialized run {why}")
             if any(row[name] is not None for name in _LEVELS):
                 faults.append("a verdict is stored although there is no serialized run to compare with")
         else:

@@ -14,7 +14,7 @@ from dlmgrid.workers.drafting.catalog import METHODS, get_method
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Describe this method in full.")
+        str | None, typer.Argument(help="Describe this method in full.")
     ] = None,
 ) -> None:
     """List the drafting methods, or describe one in full."""
