@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from dlmgrid.cluster.check import Check, compare_again, now
 from dlmgrid.cluster.report import load_generations
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import read_items
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.checkpoint import weight_fingerprint
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
 
 Row = dict[str, Any]
+
+_SOURCE = ("model", "revision", "weight_fingerprint", "benchmark", "prompt_version", "num_fewshot")
 
 
 def sample_rows(run_dir: Path, size: int, seed: int) -> list[Row]:
@@ -52,20 +52,31 @@ def sample_rows(run_dir: Path, size: int, seed: int) -> list[Row]:
 def check_recomputed(run_dir: Path, rows: Sequence[Row]) -> list[Check]:
     """Decode ``rows`` again and compare. Raises InputError when a checkpoint or the inputs are gone or have
     changed, and RuntimeError when the decoding process dies."""
-    by_source: dict[tuple[str, str, str, str], list[Row]] = defaultdict(list)
+    by_source: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        by_source[row["model"], row["revision"], row["weight_fingerprint"], row["benchmark"]].append(row)
+        by_source[tuple(row[name] for name in _SOURCE)].append(row)
     checks = []
-    for (model, revision, fingerprint, benchmark), of_source in by_source.items():
-        checkpoint = resolve_checkpoint(model, revision or None)
+    for source, stored in by_source.items():
+        model, revision, fingerprint, benchmark, prompt_version, num_fewshot = source
+        checkpoint = resolve_checkpoint(model, revision)
         found = weight_fingerprint(checkpoint)
         if found != fingerprint:
             raise InputError(
                 f"{checkpoint}: the weights of {model} have changed since the run (fingerprint {found}, was "
-                f"{fingerprint}); put the old ones back, or check without --sample"
+                f"{fingerprint}); put the old ones back, or check with --sample 0"
             )
-        checks += _check_source(run_dir, of_source, checkpoint, _inputs_of(run_dir, benchmark, of_source))
+        inputs = run_dir / "inputs" / inputs_file_name(benchmark, prompt_version, num_fewshot)
+        if not inputs.is_file():
+            raise InputError(f"{inputs} is missing; put it back, or check with --sample 0")
+        again = _decode_again(stored, checkpoint, inputs)
+        checks += [compare_again(row, new) for row, new in zip(stored, again, strict=True)]
     return checks
+
+
+def inputs_file_name(benchmark: str, prompt_version: str, num_fewshot: int) -> str:
+    """The file of ``inputs/`` that holds a benchmark's items in one prompt form, as the driver names it."""
+    form = digest([benchmark, prompt_version, num_fewshot])
+    return f"{benchmark.replace('/', '_')}-{form[:12]}.jsonl"
 
 
 def write_checks(run_dir: Path, name: str, checks: Sequence[Check]) -> Path:
@@ -85,52 +96,11 @@ def sample_name(checks: Sequence[Check]) -> str:
     return "recomputed-" + digest(sorted([check.cell_key, check.item_id, check.repeat] for check in checks))
 
 
-def _inputs_of(run_dir: Path, benchmark: str, rows: Sequence[Row]) -> list[Path]:
-    """The input files that hold every item of ``rows``: one, unless shots or limits gave a benchmark several."""
-    wanted = {row["item_id"] for row in rows}
-    paths = sorted((run_dir / "inputs").glob(f"{benchmark}-*.jsonl"))
-    found = [path for path in paths if wanted & {item.item_id for item in read_items(path)}]
-    if not found:
-        raise InputError(
-            f"{run_dir}/inputs holds no items of {benchmark}; the run's inputs are needed to decode again"
-        )
-    return found
-
-
-def _check_source(run_dir: Path, rows: list[Row], checkpoint: Path, inputs: Sequence[Path]) -> list[Check]:
-    """Each row is decoded from the input file whose prompt it had; the prompt digest tells."""
-    checks: list[Check] = []
-    waiting = rows
-    for number, path in enumerate(inputs):
-        held = {item.item_id for item in read_items(path)}
-        here = [row for row in waiting if row["item_id"] in held]
-        if not here:
-            continue
-        again = _decode_again(run_dir, here, checkpoint, path)
-        is_last = number == len(inputs) - 1
-        matched = [
-            (row, new)
-            for row, new in zip(here, again, strict=True)
-            if is_last or row["prompt_digest"] == new["prompt_digest"]
-        ]
-        checks += [compare_again(row, new) for row, new in matched]
-        done = {id(row) for row, _ in matched}
-        waiting = [row for row in waiting if id(row) not in done]
-    return checks + [_not_found(row) for row in waiting]
-
-
-def _not_found(row: Row) -> Check:
-    check = compare_again(row, {**row, "prompt_digest": None})
-    return replace(check, faults=("no input file of the run holds this prompt",))
-
-
-def _decode_again(run_dir: Path, rows: list[Row], checkpoint: Path, inputs: Path) -> list[Row]:
+def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path) -> list[Row]:
     root = str(Path(dlmgrid.__file__).resolve().parent.parent)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
-    staging = run_dir / "staging"
-    staging.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=staging, prefix="check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dlmgrid-check-") as folder:
         source, target = Path(folder) / "in.parquet", Path(folder) / "out.parquet"
         write_table(str(source), to_table(GENERATIONS, rows))
         command = [
