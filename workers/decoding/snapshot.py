@@ -36,22 +36,23 @@ class Snapshots:
         """Forget the snapshots of ``samples`` (int64): their block is new."""
         self.is_valid[samples] = False
 
-    def store(self, samples: Tensor, positions: Tensor, masked: Tensor, summary: Summary) -> None:
-        """Replace snapshots.
+    def store(
+        self, samples: Tensor, masked: Tensor, row_samples: Tensor, positions: Tensor, summary: Summary
+    ) -> None:
+        """Replace the snapshots of some samples.
 
         Args:
-            samples: int64 [R], the sample of each summarised row; positions: int64 [R], its position in the block.
-            masked: bool [A, L] in the order of ``samples.unique()``.
+            samples: int64 [A], whose; masked: bool [A, L], the masked positions of the state that the pass saw.
+            row_samples: int64 [R], the sample of each summarised row; positions: int64 [R], its position.
             summary: of the R rows.
         """
-        which = samples.unique()
-        self.masked[which] = masked
-        self.is_valid[which] = True
-        self.token_ids[samples, positions] = summary.token_ids
-        self.probabilities[samples, positions] = summary.probabilities
-        self.entropy[samples, positions] = summary.entropy
-        self.tail_mass[samples, positions] = summary.tail_mass
-        self.log_tempered_mass[samples, positions] = summary.log_tempered_mass
+        self.masked[samples] = masked
+        self.is_valid[samples] = True
+        self.token_ids[row_samples, positions] = summary.token_ids
+        self.probabilities[row_samples, positions] = summary.probabilities
+        self.entropy[row_samples, positions] = summary.entropy
+        self.tail_mass[row_samples, positions] = summary.tail_mass
+        self.log_tempered_mass[row_samples, positions] = summary.log_tempered_mass
 
     def select(self, samples: Tensor) -> Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
