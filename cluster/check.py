@@ -256,6 +256,8 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
     parts = sum(row[name] for name in ("nfe_prefill", "nfe_denoise", "nfe_commit"))
     if row["nfe_total"] != parts:
         yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
+    if row["nfe_denoise"] != row["rounds"]:
+        yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
     accepted = row["accepted"] or []
     if len(accepted) != row["rounds"]:
         yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"

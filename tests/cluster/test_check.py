@@ -49,6 +49,7 @@ def test_consistent_run_has_no_faults_and_every_accelerated_row_gets_a_verdict(t
         ({"commit_positions": [5, 6, 7, 8, 9, 9]}, "a position is committed twice"),
         ({"commit_positions": [4, 6, 7, 8, 9, 10]}, "a prompt position is committed"),
         ({"nfe_total": 5}, "nfe_total is 5, its parts sum to 6"),
+        ({"nfe_denoise": 4, "nfe_total": 7}, "nfe_denoise is 4 in 3 rounds"),
         ({"accepted": [2, 1]}, "3 rounds have 2 accepted counts"),
         ({"accepted": [2, 1, 1]}, "3 rounds that accept 4 cannot make 6 steps"),
         ({"accepted_per_round": 2.0}, "accepted_per_round is 2.0"),

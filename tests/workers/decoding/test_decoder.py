@@ -27,15 +27,31 @@ def prompts(*lengths: int) -> list[Prompt]:
 
 
 def decode(
-    method: str, budget: int, temperature: float, rule: CommitRule, *, block_length: int = 8, gen_length: int = 20,
-    lengths: tuple[int, ...] = (1, 7, 8, 13, 21), max_in_flight: int = 3, verification: str = "coupled",
-    stop_token_ids: tuple[int, ...] = (), seed: int = 7, noise: str = "commit_count",
+    method: str,
+    budget: int,
+    temperature: float,
+    rule: CommitRule,
+    *,
+    block_length: int = 8,
+    gen_length: int = 20,
+    lengths: tuple[int, ...] = (1, 7, 8, 13, 21),
+    max_in_flight: int = 3,
+    verification: str = "coupled",
+    stop_token_ids: tuple[int, ...] = (),
+    seed: int = 7,
+    noise: str = "commit_count",
 ) -> list[Generation]:
     target = TinyTarget(block_length=block_length, vocab_size=40, num_slots=3)
     drafter = none.build() if method == "none" else BUILDERS[method]()
     settings = DecodeSettings(
-        block_length=block_length, gen_length=gen_length, budget=budget, temperature=temperature, rule=rule,
-        noise=NoiseTable(seed, noise), stop_token_ids=stop_token_ids, verification=verification,
+        block_length=block_length,
+        gen_length=gen_length,
+        budget=budget,
+        temperature=temperature,
+        rule=rule,
+        noise=NoiseTable(seed, noise),
+        stop_token_ids=stop_token_ids,
+        verification=verification,
     )
     return Decoder(target, drafter, settings).decode(prompts(*lengths), max_in_flight)
 
@@ -97,7 +113,9 @@ def test_a_stop_id_ends_after_its_block_and_cuts_the_output() -> None:
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
     for method, budget in (("none", 0), ("ssd", 6), ("confidence_tree", 6)):
-        stopped = decode(method, budget, 0.0, static(1), lengths=(5,), gen_length=40, stop_token_ids=(stop,))[0]
+        stopped = decode(method, budget, 0.0, static(1), lengths=(5,), gen_length=40, stop_token_ids=(stop,))[
+            0
+        ]
         assert stopped.stop_reason == "eos"
         assert stopped.token_ids == free.token_ids[: first + 1]
         assert stopped.nfe_commit == (5 + first) // 8 + 1

@@ -24,7 +24,10 @@ def make_inputs(logits: torch.Tensor, roots: torch.Tensor, temperature: float = 
     masked = roots == MASKED
     row_samples, positions = masked.nonzero(as_tuple=True)
     snapshots.store(
-        torch.arange(num_samples), masked, row_samples, positions,
+        torch.arange(num_samples),
+        masked,
+        row_samples,
+        positions,
         summarize(logits[row_samples, positions], temperature),
     )
     return DraftInputs(
