@@ -31,7 +31,7 @@ METHOD_FIELDS = (
 )
 
 _MEASURES = (
-    "cell_key", "item_id", "repeat", "reference_key", "claim", "token_ids", "error", "generated_tokens",
+    "cell_key", "item_id", "repeat", "reference_key", "claim", "error", "generated_tokens",
     "nfe_total", "nfe_draft", "rounds", "accepted_per_round", "drafted_nodes", "recompute_ratio", "seconds_wall",
     "profiled", "exact_tokens", "exact_path", "exact_bits",
 )  # fmt: skip
@@ -201,11 +201,11 @@ def _cell_report(
     num_expected: int,
     scores: Sequence[Mapping[str, Any]],
 ) -> CellReport:
-    done = [row for row in rows if row["token_ids"] is not None]
+    done = [row for row in rows if row["generated_tokens"] is not None]
     pairs = []
     for row in done:
         reference = references.get((row["reference_key"], row["item_id"]))
-        if reference is not None and reference["token_ids"] is not None:
+        if reference is not None and reference["generated_tokens"] is not None:
             pairs.append((row, reference))
     timed_pairs = [pair for pair in pairs if not (pair[0]["profiled"] or pair[1]["profiled"])]
     ours, theirs = [row for row, _ in timed_pairs], [reference for _, reference in timed_pairs]

@@ -121,7 +121,9 @@ def test_ratio_of_rows_that_differ_says_so(tmp_path: Path) -> None:
 
 def test_failed_rows_are_counted_and_their_errors_listed(tmp_path: Path) -> None:
     rows = _rows("ab")
-    blank = dict.fromkeys(("token_ids", "text", "nfe_total", "exact_tokens", "exact_path", "exact_bits"))
+    blank = dict.fromkeys(
+        ("token_ids", "generated_tokens", "nfe_total", "exact_tokens", "exact_path", "exact_bits")
+    )
     rows[3] |= blank | {"error": "prompt of 900 tokens does not fit"}
     report = build_report(write_run(tmp_path, rows))
     chain = report.cells[1]

@@ -50,10 +50,8 @@ def make_row(
     accepted = [0] * len(tokens) if accepted is None else list(accepted)
     positions = [PROMPT_TOKENS + offset for offset in range(len(tokens))]
     steps = [[commit] for commit in zip(positions, tokens, strict=True)]
-    digests = [
-        digest([cell.reference().cell_key, item_id, repeat, tokens[:step]])[:16]
-        for step in range(len(tokens))
-    ]
+    seed = digest([cell.reference().cell_key, item_id, repeat])
+    digests = [digest([seed, step, token])[:16] for step, token in enumerate([0, *tokens[:-1]])]
     row: dict[str, Any] = dict.fromkeys(GENERATIONS.names)
     row.update({name: getattr(cell, name) for name in CELL_FIELDS})
     row.update(

@@ -21,8 +21,14 @@ class TinyTarget:
     """
 
     def __init__(
-        self, *, block_length: int, vocab_size: int, num_slots: int = 8, max_length: int = 4096,
-        sharpness: float = 2.0, seed: int = 0,
+        self,
+        *,
+        block_length: int,
+        vocab_size: int,
+        num_slots: int = 8,
+        max_length: int = 4096,
+        sharpness: float = 2.0,
+        seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = (block_length, block_length, vocab_size, vocab_size)
