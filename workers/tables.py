@@ -251,7 +251,9 @@ def read_table(paths: Sequence[str], schema: pa.Schema, columns: Sequence[str] |
 
     Raises InputError naming the first file whose table or schema version differs.
     """
-    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
+    wanted = (
+        schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
+    )
     tables = []
     for path in paths:
         file = pq.ParquetFile(path)

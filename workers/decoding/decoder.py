@@ -168,6 +168,7 @@ class Decoder:
         self._snapshots = Snapshots(target.num_slots, length, device) if self.drafts else None
         self._clock: Callable[[], float] = _device_clock(device) if settings.profiled else time.perf_counter
 
+    @torch.inference_mode()
     def decode(self, prompts: Sequence[Prompt], max_in_flight: int | None = None) -> list[Generation]:
         """Decode all prompts, at most ``max_in_flight`` at a time; results in the order of the prompts.
 
@@ -175,7 +176,9 @@ class Decoder:
             ValueError: a prompt is empty, or its canvas is longer than the target's buffers.
         """
         for prompt in prompts:
-            canvas = canvas_length(len(prompt.token_ids), self.settings.gen_length, self.settings.block_length)
+            canvas = canvas_length(
+                len(prompt.token_ids), self.settings.gen_length, self.settings.block_length
+            )
             if not prompt.token_ids or canvas > self.target.max_length:
                 raise ValueError(
                     f"item {prompt.item_id!r}: {len(prompt.token_ids)} prompt tokens and gen_length "
@@ -216,7 +219,9 @@ class Decoder:
         for sample in storing:
             first = 0 if sample.needs_prefill else sample.block_start
             last = sample.block_start if sample.needs_prefill else sample.block_start + length
-            tokens.append(torch.tensor(sample.tokens[first:last], dtype=torch.int32, device=device).view(-1, length))
+            tokens.append(
+                torch.tensor(sample.tokens[first:last], dtype=torch.int32, device=device).view(-1, length)
+            )
             starts.extend(range(first, last, length))
             slots.extend([sample.slot] * ((last - first) // length))
             rows[id(sample)] = last - first
@@ -274,7 +279,9 @@ class Decoder:
             self.drafter.draft(inputs, tree)
         return tree
 
-    def _walk(self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]) -> None:
+    def _walk(
+        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
+    ) -> None:
         _, counts, starts, keys, slots = self._inputs(samples)
         roots, walked = walk(
             head=self.target,

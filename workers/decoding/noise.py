@@ -60,7 +60,9 @@ class NoiseTable:
         """The draw index of states with this many commits in their block, int64 of the same shape."""
         return commit_counts if self.mode == "commit_count" else torch.zeros_like(commit_counts)
 
-    def rows(self, keys: Tensor, stream: Stream, positions: Tensor, commit_counts: Tensor, vocab: int) -> Tensor:
+    def rows(
+        self, keys: Tensor, stream: Stream, positions: Tensor, commit_counts: Tensor, vocab: int
+    ) -> Tensor:
         """Gumbel noise fp32 [R, vocab] for rows with keys int64 [R, 2], positions and commit counts int64 [R]."""
         return gumbel_rows(keys, int(stream), positions, self.draw_indices(commit_counts), vocab)
 

@@ -58,7 +58,13 @@ class Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
         out = object.__new__(Snapshots)
         for name in (
-            "masked", "token_ids", "probabilities", "entropy", "tail_mass", "log_tempered_mass", "is_valid",
+            "masked",
+            "token_ids",
+            "probabilities",
+            "entropy",
+            "tail_mass",
+            "log_tempered_mass",
+            "is_valid",
         ):
             setattr(out, name, getattr(self, name)[samples])
         return out

@@ -115,7 +115,9 @@ def walk(
         tokens[row_of, position] = choice.tokens.to(torch.int32)
         selected = transition.rule.select(masked, confidence) & masked
         if not bool(selected.any(dim=1).all()):
-            raise StalledError(f"decoder {transition.rule.name!r} opened no position of a state with masks left")
+            raise StalledError(
+                f"decoder {transition.rule.name!r} opened no position of a state with masks left"
+            )
         following = torch.where(selected, tokens, states)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
             0, row_of, commit_hashes(position, row_digests(logits))
@@ -143,7 +145,12 @@ def walk(
 
 
 def _record(
-    steps: list[WalkedSteps], active: Tensor, selected: Tensor, following: Tensor, margins: Tensor, digests: Tensor
+    steps: list[WalkedSteps],
+    active: Tensor,
+    selected: Tensor,
+    following: Tensor,
+    margins: Tensor,
+    digests: Tensor,
 ) -> None:
     commits: list[list[tuple[int, int, float]]] = [[] for _ in range(active.shape[0])]
     which, position = selected.nonzero(as_tuple=True)

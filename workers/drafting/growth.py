@@ -159,7 +159,9 @@ def _merge(children: _Children) -> None:
     """Join equal states in place: one representative keeps the sum, capped by its best parent; the rest leave."""
     absent = children.log_mass == -torch.inf
     # Absent candidates go to groups of their own so that they never meet a real state's hash.
-    order = torch.where(absent, torch.iinfo(torch.int64).max, children.hashes).sort(dim=1, stable=True).indices
+    order = (
+        torch.where(absent, torch.iinfo(torch.int64).max, children.hashes).sort(dim=1, stable=True).indices
+    )
     hashes = children.hashes.gather(1, order)
     log_mass = children.log_mass.gather(1, order)
     parent_log_mass = children.parent_log_mass.gather(1, order)
@@ -194,14 +196,18 @@ def _cut(listed: _Listed, children: _Children, depth: int) -> tuple[_Listed, Ten
     frontier = children.frontier.gather(1, child)
     length = listed.tokens.shape[-1]
     tokens = children.core.gather(1, frontier[..., None].expand(-1, -1, length))
-    tokens = tokens.scatter(2, children.positions[child][..., None], children.tokens.gather(1, child)[..., None])
+    tokens = tokens.scatter(
+        2, children.positions[child][..., None], children.tokens.gather(1, child)[..., None]
+    )
 
     # Entries move with the cut; the parents of kept entries are themselves kept.
     parents = torch.where(is_new, children.parents.gather(1, child), listed.parents.gather(1, old))
     parents = torch.where(parents >= 0, _remap(order, parents), parents)
     return (
         _Listed(
-            tokens=torch.where(is_new[..., None], tokens, listed.tokens.gather(1, old[..., None].expand_as(tokens))),
+            tokens=torch.where(
+                is_new[..., None], tokens, listed.tokens.gather(1, old[..., None].expand_as(tokens))
+            ),
             log_mass=kept_mass,
             depths=torch.where(is_new, depth, listed.depths.gather(1, old)),
             parents=parents,
