@@ -1,5 +1,5 @@
-"""The start-up self-test of row invariance: on the real device, with the real shapes and type, a row must give
-the same bits alone and packed. Exactness rests on it, and a vendor library may break it on another machine."""
+"""The start-up self-test of row invariance: on the real device, with the real shapes and type, a row must
+give the same bits alone and packed. Exactness rests on it, and a vendor library may break it elsewhere."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_row_invariance(
 ) -> None:
     """Raise :class:`RowInvarianceError` where ``compute`` treats a group of rows by its company.
 
-    ``groups`` is [G, r, ...]: G groups of r rows, which ``compute`` takes as [g * r, ...] for any g and answers
-    row for row. Each group is computed alone, then in packs of each size, in order and in reverse.
+    ``groups`` is [G, r, ...]: G groups of r rows, which ``compute`` takes as [g * r, ...] for any g and
+    answers row for row. Each group is computed alone, then in packs of each size, in order and in reverse.
     """
     num_groups, size = groups.shape[:2]
     alone = torch.stack([compute(group) for group in groups])
@@ -33,6 +33,6 @@ def check_row_invariance(
             if not torch.equal(packed, alone[chosen]):
                 changed = int((packed != alone[chosen]).any(-1).sum())
                 raise RowInvarianceError(
-                    f"{name}: {changed} of {pack * size} rows ({order}, {pack} groups of {size}) differ in bits from "
-                    f"the same rows alone ({groups.device}, {groups.dtype}, {torch.get_num_threads()} threads)"
+                    f"{name}: {changed} of {pack * size} rows ({order}, {pack} groups of {size}) differ in bits "
+                    f"from the same rows alone ({groups.device}, {groups.dtype}, {torch.get_num_threads()} threads)"
                 )

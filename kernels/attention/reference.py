@@ -1,20 +1,20 @@
-"""Torch twin of block attention: each segment (one block of one sample) attends to the cached positions before
-its block and, without a mask, to its own block.
+"""Torch twin of block attention: each segment (one block of one sample) attends to the cached positions
+before its block and, without a mask, to its own block.
 
-Shapes: N segments, L block length, Hq query heads, Hkv key heads (Hq a multiple: grouped queries), d head width,
-M = Hq / Hkv * L query rows that share a key head. The cache of one layer is [slots, tiles, Hkv, TILE_KEYS, d]:
-position p of a slot is key p % TILE_KEYS of tile p // TILE_KEYS.
+Shapes: N segments, L block length, Hq query heads, Hkv key heads (Hq a multiple: grouped queries), d head
+width, M = Hq / Hkv * L query rows that share a key head. The cache of one layer is [slots, tiles, Hkv,
+TILE_KEYS, d]: position p of a slot is key p % TILE_KEYS of tile p // TILE_KEYS.
 
 Reduction tree, fixed by absolute positions alone:
 
     tile    TILE_KEYS keys from a multiple of TILE_KEYS; absent keys score -inf
-    split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018), from zero
-    row     its splits merged in ascending order
+    split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018),
+    from zero row     its splits merged in ascending order
 
-all in fp32. L divides TILE_KEYS and blocks lie on the grid of L, so the own block is inside the last tile; that
-tile is put together from cache and own keys and reduced as one, so a block gives the same bits whether earlier
-keys come from the cache or were written to it by the same pass. Every matrix product has one fixed shape
-([M, d] by [d, TILE_KEYS], [M, TILE_KEYS] by [TILE_KEYS, d]), whatever is packed beside it.
+all in fp32. L divides TILE_KEYS and blocks lie on the grid of L, so the own block is inside the last tile;
+that tile is put together from cache and own keys and reduced as one, so a block gives the same bits whether
+earlier keys come from the cache or were written to it by the same pass. Every matrix product has one fixed
+shape ([M, d] by [d, TILE_KEYS], [M, TILE_KEYS] by [TILE_KEYS, d]), whatever is packed beside it.
 """
 
 from __future__ import annotations
@@ -113,21 +113,32 @@ def block_attention(
     """Attend from ``queries`` [N, L, Hq, d] to prefix and own block (``keys``, ``values`` [N, L, Hkv, d]).
 
     Returns the output [N, L, Hq, d] in the queries' dtype and the natural-log-sum-exp of the scaled scores
-    [N, L, Hq] in fp32. ``scale`` is d^-0.5 unless given. Blocks that a pass stores must be in the cache before
-    this is called. With bf16 values the probabilities are rounded to bf16 before their product, as tensor cores
-    take them.
+    [N, L, Hq] in fp32. ``scale`` is d^-0.5 unless given. Blocks that a pass stores must be in the cache
+    before this is called. With bf16 values the probabilities are rounded to bf16 before their product, as
+    tensor cores take them.
     """
     num, length, num_heads, width = queries.shape
     num_kv_heads = keys.shape[2]
-    if num_heads % num_kv_heads or keys.shape != (num, length, num_kv_heads, width) or values.shape != keys.shape:
-        raise ValueError(f"block_attention: {tuple(queries.shape)} queries do not fit {tuple(keys.shape)} keys")
+    if (
+        num_heads % num_kv_heads
+        or keys.shape != (num, length, num_kv_heads, width)
+        or values.shape != keys.shape
+    ):
+        raise ValueError(
+            f"block_attention: {tuple(queries.shape)} queries do not fit {tuple(keys.shape)} keys"
+        )
     if (num, length) != (plan.num_segments, plan.block_length):
-        raise ValueError(f"block_attention: the plan is for {plan.num_segments} blocks of {plan.block_length}")
+        raise ValueError(
+            f"block_attention: the plan is for {plan.num_segments} blocks of {plan.block_length}"
+        )
     scale = width**-0.5 if scale is None else scale
     group = num_heads // num_kv_heads
     # [N, L, Hkv, G, d] -> [N, Hkv, G * L, d]: the rows that share a key head
-    rows = queries.float().unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(
-        num, num_kv_heads, group * length, width
+    rows = (
+        queries.float()
+        .unflatten(2, (num_kv_heads, group))
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num, num_kv_heads, group * length, width)
     )
     output = torch.empty_like(rows)
     log_sums = rows.new_empty(rows.shape[:3])
@@ -165,7 +176,9 @@ def _attend_group(
     last_keys = _last_tile(key_cache, keys, tiles, part).float()
     last_values = _last_tile(value_cache, values, tiles, part).float()
     last_values.masked_fill_(absent[:, None, :, None], 0.0)
-    last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2)).unflatten(0, (num, num_kv_heads))
+    last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2)).unflatten(
+        0, (num, num_kv_heads)
+    )
     last.mul_(scale).masked_fill_(absent[:, None, None, :], -math.inf)
     last_maximum = last.amax(-1)
     if not full:
@@ -195,7 +208,9 @@ def _attend_group(
     outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))
     rounded = scores.to(value_cache.dtype).float()
     for segment, slot in enumerate(slots):
-        torch.bmm(rounded[segment].flatten(0, 1), prefix_values[slot], out=outputs[segment, :full].flatten(0, 1))
+        torch.bmm(
+            rounded[segment].flatten(0, 1), prefix_values[slot], out=outputs[segment, :full].flatten(0, 1)
+        )
     outputs[:, full] = _weigh(last, last_values, value_cache.dtype)
 
     merged: tuple[Tensor, Tensor, Tensor] | None = None
@@ -224,13 +239,13 @@ def _merge(
 
 
 def _weigh(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weights`` [n, Hkv, M, TILE_KEYS], rounded to ``dtype``, times ``values`` [n, Hkv, TILE_KEYS, d], fp32."""
+    """``weights`` [n, Hkv, M, TILE], rounded to ``dtype``, times ``values`` [n, Hkv, TILE, d], in fp32."""
     rounded = weights.to(dtype).float()
     return torch.bmm(rounded.flatten(0, 1), values.flatten(0, 1)).unflatten(0, tuple(weights.shape[:2]))
 
 
 def _last_tile(cache: Tensor, own: Tensor, tiles: TileGroup, part: slice) -> Tensor:
-    """The tile that holds the own block, from the cache before it and ``own`` [n, L, Hkv, d]: [n, Hkv, TILE, d]."""
+    """The tile with the own block, from the cache and ``own`` [n, L, Hkv, d]: [n, Hkv, TILE, d]."""
     num, length = own.shape[:2]
     tile = cache[tiles.slot_index[part], tiles.num_tiles - 1]
     by_block = tile.unflatten(2, (TILE_KEYS // length, length))

@@ -1,5 +1,5 @@
-"""Torch twin of the token embedding. A masked position is the sentinel -1, never the mask id: a prompt may hold
-the mask id literally (sgl-project/sglang#39592)."""
+"""Torch twin of the token embedding. A masked position is the sentinel -1, never the mask id: a prompt may
+hold the mask id literally (sgl-project/sglang#39592)."""
 
 from __future__ import annotations
 

@@ -23,6 +23,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x`` [R, heads, d] normalised head by head along d, scaled by ``weight`` [d]: the q/k norms of Qwen3."""
+    """``x`` [R, heads, d] normalised head by head and scaled by ``weight`` [d]: the q/k norms."""
     rows, heads, width = x.shape
     return rms_norm(x.reshape(rows * heads, width), weight, eps).view(torch.Size((rows, heads, width)))

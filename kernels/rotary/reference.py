@@ -1,7 +1,7 @@
 """Torch twin of rotary position embedding (Su et al. 2021) in its half-split form.
 
-Dimension i < r/2 of a head turns together with dimension i + r/2 by the angle position * theta^(-2i/r), where r
-is the number of rotated dimensions; the rest of the head passes through.
+Dimension i < r/2 of a head turns together with dimension i + r/2 by the angle position * theta^(-2i/r), where
+r is the number of rotated dimensions; the rest of the head passes through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def rotary_tables(
     num_positions: int, rotary_dim: int, theta: float, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to ``num_positions`` - 1: two tensors [num_positions, rotary_dim / 2], fp32.
+    """Cosines and sines of positions from 0: two tensors [num_positions, rotary_dim / 2], fp32.
 
     Frequencies and angles are rounded to fp32 before the cosine is taken, as the published checkpoints were
     trained. Made on the CPU whatever the device, so every device reads the same numbers.
@@ -27,7 +27,8 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn ``x`` [R, heads, d] by the rows' tables, ``cosines`` and ``sines`` [R, r/2] with r ≤ d; same dtype.
+    """Turn ``x`` [R, heads, d] by the rows' tables, ``cosines`` and ``sines`` [R, r/2] with r ≤ d; same
+    dtype.
 
     Computed in fp32 with one rounding at the end.
     """

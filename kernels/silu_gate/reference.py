@@ -1,7 +1,7 @@
 """Torch twin of the SwiGLU activation (Shazeer 2020): silu(gate) * up.
 
-The vendor's own SiLU gives a value other bits in the tail of a vector than in its body, so it is spelled out in
-operations that do not: negation, exponential, addition, division, product.
+The vendor's own SiLU gives a value other bits in the tail of a vector than in its body, so it is spelled out
+in operations that do not: negation, exponential, addition, division, product.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
-    """``gate_up`` [R, 2I], the gate in the first half of a row and the input in the second: [R, I], same dtype.
+    """``gate_up`` [R, 2I], the gate in the first half of a row and the input in the second: [R, I], same
+    dtype.
 
     Computed in fp32, rounded once.
     """

@@ -44,8 +44,8 @@ def check_memory(plan: MemoryPlan, budget_bytes: int, *, num_slots: int, max_len
     """Raise InputError, naming the settings to lower, where the plan does not fit ``budget_bytes``."""
     if plan.weight_bytes > budget_bytes:
         raise InputError(
-            f"model: its weights take {plan.weight_bytes / 1e9:.2f} GB, {budget_bytes / 1e9:.2f} GB are free; "
-            "use dtype bfloat16, a smaller model or a larger device"
+            f"model: its weights take {plan.weight_bytes / 1e9:.2f} GB, {budget_bytes / 1e9:.2f} GB are "
+            "free; use dtype bfloat16, a smaller model or a larger device"
         )
     if plan.total_bytes > budget_bytes:
         per_slot = plan.cache_bytes // num_slots

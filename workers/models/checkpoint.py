@@ -1,14 +1,15 @@
 """Reading a checkpoint folder: its settings, and whether its files hold what the model needs.
 
 Everything but :func:`stream_tensors` works without torch and reads headers only, so a grid is refused for a
-missing or truncated checkpoint in seconds, on a machine without a GPU, before any model loads. Errors name the
-file, the tensor, what was found and what was expected. The safetensors layout read here is the published one:
-8 bytes of header length, a JSON header of names, types, shapes and offsets, then the data.
+missing or truncated checkpoint in seconds, on a machine without a GPU, before any model loads. Errors name
+the file, the tensor, what was found and what was expected. The safetensors layout read here is the published
+one: 8 bytes of header length, a JSON header of names, types, shapes and offsets, then the data.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,13 +36,24 @@ FAMILIES = ("sdar",)
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-_BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_BYTES_OF = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """What the forward pass and the decoder need to know of a checkpoint. Widths in units, lengths in tokens."""
+    """What the forward pass and the decoder need to know of a checkpoint. Lengths in tokens."""
 
     family: str
     hidden_size: int
@@ -71,7 +83,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as a safetensors header describes it; ``start`` and ``stop`` are byte offsets in the file."""
+    """One tensor as a safetensors header describes it, ``start`` and ``stop`` in bytes of the file."""
 
     name: str
     file: Path
@@ -84,8 +96,8 @@ class TensorEntry:
 def read_config(folder: Path | str, block_length: int | None = None) -> ModelConfig:
     """Read config.json, generation_config.json and the tensor names of a checkpoint folder.
 
-    ``block_length`` overrides the checkpoint's own. Raises InputError for a missing folder or file, broken JSON,
-    an unknown family, a missing or impossible value, and settings the forward pass does not implement.
+    ``block_length`` overrides the checkpoint's own. Raises InputError for a missing folder or file, broken
+    JSON, an unknown family, a missing or impossible value, and settings the forward pass does not implement.
     """
     folder = _existing_folder(folder)
     path = folder / "config.json"
@@ -100,20 +112,26 @@ def read_config(folder: Path | str, block_length: int | None = None) -> ModelCon
     num_heads = number("num_attention_heads")
     num_kv_heads = number("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise InputError(f"{path}: {num_heads} attention heads are not a multiple of {num_kv_heads} key/value heads")
+        raise InputError(
+            f"{path}: {num_heads} attention heads are not a multiple of {num_kv_heads} key/value heads"
+        )
     head_dim = number("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise InputError(f"{path}: head_dim is {head_dim}; rotary embedding needs an even width")
     vocab_size = number("vocab_size")
-    length = block_length if block_length is not None else number("block_size", DEFAULT_BLOCK_LENGTH)
+    length = block_length if block_length is not None else number("block_size", _default_block_length(folder))
     check_block_length(length, where=str(path) if block_length is None else "block_length")
 
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     stops_from = generation_path if generation.get("eos_token_id") is not None else path
-    stops = _id_list(stops_from, (generation if stops_from is generation_path else values).get("eos_token_id"))
+    stops = _id_list(
+        stops_from, (generation if stops_from is generation_path else values).get("eos_token_id")
+    )
     if not stops:
-        raise InputError(f"{path}: no eos_token_id here or in generation_config.json; add the ids that end an answer")
+        raise InputError(
+            f"{path}: no eos_token_id here or in generation_config.json; add the ids that end an answer"
+        )
     eos = _id_list(path, values.get("eos_token_id"))
     config = ModelConfig(
         family=family,
@@ -159,7 +177,8 @@ def check_checkpoint(folder: Path | str, block_length: int | None = None) -> Mod
     if not tied and "lm_head.weight" not in found and "model.embed_tokens.weight" in found:
         raise InputError(
             f"{where}: tensor lm_head.weight is missing, expected {list(expected['lm_head.weight'])} since "
-            f"{folder / 'config.json'} says tie_word_embeddings false; set it to true if the head is the embedding"
+            f"{folder / 'config.json'} says tie_word_embeddings false; set it to true if the head "
+            "is the embedding"
         )
     if tied and "lm_head.weight" in found:
         raise InputError(
@@ -171,21 +190,24 @@ def check_checkpoint(folder: Path | str, block_length: int | None = None) -> Mod
         if entry is None:
             raise InputError(f"{where}: tensor {name} is missing, expected shape {list(shape)}")
         if entry.shape != shape:
-            raise InputError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
+            raise InputError(
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}"
+            )
         if entry.dtype not in ("F32", "BF16", "F16"):
             raise InputError(f"{entry.file}: tensor {name} has type {entry.dtype}, expected F32, BF16 or F16")
     extra = sorted(found.keys() - expected.keys())
     if extra:
         raise InputError(
             f"{found[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model with "
-            f"{config.num_hidden_layers} layers ({len(extra)} such); expected the names of config.json's geometry"
+            f"{config.num_hidden_layers} layers ({len(extra)} such); expected the names of config.json's "
+            "geometry"
         )
     check_vocabulary(folder, config)
     return config
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a checkpoint with this geometry holds (the layout that SDAR shares with Qwen3)."""
+    """Names and shapes that a checkpoint of this geometry holds (SDAR shares the layout of Qwen3)."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -255,14 +277,18 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         if not (folder / SINGLE_FILE).exists():
-            raise InputError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; download the weights")
+            raise InputError(
+                f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; download the weights"
+            )
         return {entry.name: SINGLE_FILE for entry in _read_header(folder / SINGLE_FILE)}
     files = _read_json(index_path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise InputError(f"{index_path}: weight_map is missing or not a table of tensor names to files")
     for file in sorted(set(files.values())):
         if not (folder / file).exists():
-            raise InputError(f"{folder / file}: shard is missing, {INDEX_FILE} expected it; download it again")
+            raise InputError(
+                f"{folder / file}: shard is missing, {INDEX_FILE} expected it; download it again"
+            )
     return files
 
 
@@ -272,11 +298,15 @@ def _read_header(path: Path) -> list[TensorEntry]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise InputError(f"{path}: not a whole safetensors file ({size} bytes, header of {length}); download it again")
+            raise InputError(
+                f"{path}: not a whole safetensors file ({size} bytes, header of {length}); download it again"
+            )
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
-            raise InputError(f"{path}: its safetensors header is broken ({error}); download it again") from error
+            raise InputError(
+                f"{path}: its safetensors header is broken ({error}); download it again"
+            ) from error
     entries = []
     for name, about in header.items():
         if name == "__metadata__":
@@ -286,9 +316,13 @@ def _read_header(path: Path) -> list[TensorEntry]:
             num_bytes = _product(shape) * _BYTES_OF[about["dtype"]]
             entry = TensorEntry(name, path, about["dtype"], shape, 8 + length + begin, 8 + length + end)
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: tensor {name} has a header entry that cannot be read ({about})") from error
+            raise InputError(
+                f"{path}: tensor {name} has a header entry that cannot be read ({about})"
+            ) from error
         if end - begin != num_bytes:
-            raise InputError(f"{path}: tensor {name} has {end - begin} bytes, expected {num_bytes} for its shape")
+            raise InputError(
+                f"{path}: tensor {name} has {end - begin} bytes, expected {num_bytes} for its shape"
+            )
         entries.append(entry)
     expected = max((entry.stop for entry in entries), default=8 + length)
     if size != expected:
@@ -320,9 +354,22 @@ def _refuse_unsupported(path: Path, values: dict[str, Any]) -> None:
         raise InputError(f"{path}: hidden_act is {values['hidden_act']!r}, expected 'silu'")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if values.get(name):
-            raise InputError(f"{path}: {name} is {values[name]!r}, expected false for the family {FAMILIES[0]}")
+            raise InputError(
+                f"{path}: {name} is {values[name]!r}, expected false for the family {FAMILIES[0]}"
+            )
     if "quantization_config" in values:
-        raise InputError(f"{path}: quantization_config found; quantised weights are not read, use fp32 or bf16 ones")
+        raise InputError(
+            f"{path}: quantization_config found; quantised weights are not read, use fp32 or bf16 ones"
+        )
+
+
+def _default_block_length(folder: Path) -> int:
+    """Block length of a folder whose config.json has none: published variants carry it in their name only
+    (JetLM/SDAR-8B-Chat-b32), which a hub cache repeats in its folder names."""
+    for part in reversed(folder.absolute().parts):
+        if match := re.search(r"-b(4|8|16|32|64)$", part):
+            return int(match.group(1))
+    return DEFAULT_BLOCK_LENGTH
 
 
 def _rope_theta(path: Path, values: dict[str, Any]) -> float:
@@ -381,7 +428,9 @@ def _check_ids(path: Path, config: ModelConfig) -> None:
     named += [("stop token id", token) for token in config.stop_token_ids]
     for name, token in named:
         if token is not None and token >= config.vocab_size:
-            raise InputError(f"{path}: {name} {token} is outside the model's vocabulary of {config.vocab_size}")
+            raise InputError(
+                f"{path}: {name} {token} is outside the model's vocabulary of {config.vocab_size}"
+            )
     if config.mask_token_id in config.stop_token_ids:
         raise InputError(f"{path}: mask_token_id {config.mask_token_id} is also a stop token id")
 

@@ -46,12 +46,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SdarWeights:
-    """All weights of a model, in one dtype on one device. ``head`` has zero rows up to the padded vocabulary."""
+    """All weights of a model, in one dtype on one device."""
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [H]
-    head: Tensor  # [V padded, H]
+    head: Tensor  # [V padded, H], zero rows in the padding
 
     @property
     def num_bytes(self) -> int:
@@ -99,8 +99,8 @@ class PassInputs:
 def load_weights(folder: Path | str, config: ModelConfig, device: str, dtype: torch.dtype) -> SdarWeights:
     """Read the checkpoint's tensors, shard by shard, into the layout of :class:`SdarWeights` on ``device``.
 
-    On the CPU matrices are laid out by column (kernels/gemm), and a tied head is a second copy in that layout.
-    The folder is one that :func:`~dlmgrid.workers.models.checkpoint.check_checkpoint` has passed.
+    On the CPU matrices are laid out by column (kernels/gemm), and a tied head is a second copy in that
+    layout. The folder is one that :func:`~dlmgrid.workers.models.checkpoint.check_checkpoint` has passed.
     """
     frame = _Frame(config, device, dtype)
     wanted = set(expected_tensors(config))
@@ -131,8 +131,8 @@ def run_layers(
 ) -> Tensor:
     """Hidden states after the final norm, [R, H] in the weights' dtype.
 
-    The caches are [layers, slots, tiles, Hkv, tile, d]. In every layer the segments that store write their keys
-    and values first, so a later block of the same pass attends to them.
+    The caches are [layers, slots, tiles, Hkv, tile, d]. In every layer the segments that store write their
+    keys and values first, so a later block of the same pass attends to them.
     """
     hidden = embed(inputs.tokens, weights.embedding, config.mask_token_id)
     for index, layer in enumerate(weights.layers):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def read_token_ids(folder: Path) -> tuple[Path, set[int]]:
     """The file that holds the vocabulary and all ids that it and the files of added tokens define.
 
-    A folder has tokenizer.json, or vocab.json with merges.txt (SDAR as published). Raises InputError where both
-    are missing or a file cannot be read.
+    A folder has tokenizer.json, or vocab.json with merges.txt (SDAR as published). Raises InputError where
+    both are missing or a file cannot be read.
     """
     path = folder / "tokenizer.json"
     if path.exists():
@@ -29,7 +29,9 @@ def read_token_ids(folder: Path) -> tuple[Path, set[int]]:
         path = folder / "vocab.json"
         ids = set(_read(path).values())
     else:
-        raise InputError(f"{folder}: no tokenizer.json (nor vocab.json with merges.txt); download the tokenizer")
+        raise InputError(
+            f"{folder}: no tokenizer.json (nor vocab.json with merges.txt); download the tokenizer"
+        )
     added = folder / "added_tokens.json"
     if added.exists():
         ids |= set(_read(added).values())
