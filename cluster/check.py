@@ -7,6 +7,7 @@ stored one.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.cluster.report import cell_of
+from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import reference_key
 from dlmgrid.workers.decoding.paths import Verdict, compare, logits_digest, path_digest, steps_of
 from dlmgrid.workers.errors import InputError
@@ -99,6 +101,25 @@ def check_stored(run_dir: Path) -> StoredChecks:
             if not index.holds(serialized):
                 missing.add(serialized)
     return StoredChecks(checks=checks, missing=sorted(missing))
+
+
+def check_files(run_dir: Path) -> list[str]:
+    """What the committed files and the manifest disagree on: size, checksum, a file that one of them lacks.
+
+    Raises InputError for a manifest that cannot be read.
+    """
+    faults: list[str] = []
+    store = Store(run_dir)
+    store.load(repair=False, say=faults.append)
+    named = {store.path_of(shard.unit_key): shard for shard in store.shards}
+    for path, shard in named.items():
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != shard.sha256:
+            faults.append(f"generations/{path.name} has sha256 {found}, the manifest says {shard.sha256}")
+    present = set((run_dir / "generations").glob("*.parquet"))
+    faults += [f"generations/{path.name} is not in the manifest" for path in sorted(present - set(named))]
+    return faults
 
 
 @lru_cache(maxsize=8)

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import dlmgrid
-from dlmgrid.cluster.check import Check, compare_again, now
-from dlmgrid.cluster.report import load_generations
+from dlmgrid.cluster.check import Check, compare_again, now, rows_of
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.catalog import resolve_checkpoint
-from dlmgrid.workers.models.checkpoint import weight_fingerprint
+from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
 
 Row = dict[str, Any]
@@ -32,26 +31,26 @@ _SOURCE = ("model", "revision", "weight_fingerprint", "benchmark", "prompt_versi
 
 def sample_rows(run_dir: Path, size: int, seed: int) -> list[Row]:
     """``size`` rows that have tokens, drawn without replacement, cells in turn so that few leave none out."""
-    keys = load_generations(run_dir, ["cell_key", "item_id", "repeat", "token_ids"])
-    has_tokens = keys.column("token_ids").is_valid()
-    by_cell: dict[str, list[int]] = defaultdict(list)
-    for number, (cell_key, valid) in enumerate(
-        zip(keys.column("cell_key").to_pylist(), has_tokens.to_pylist(), strict=True)
-    ):
-        if valid:
-            by_cell[cell_key].append(number)
+    by_cell: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for path in sorted((run_dir / "generations").glob("*.parquet")):
+        table = read_table([str(path)], GENERATIONS, ["cell_key", "generated_tokens"])
+        for number, row in enumerate(table.to_pylist()):
+            if row["generated_tokens"] is not None:
+                by_cell[row["cell_key"]].append((str(path), number))
     generator = random.Random(seed)
-    queues = [generator.sample(numbers, len(numbers)) for _, numbers in sorted(by_cell.items())]
+    queues = [generator.sample(places, len(places)) for _, places in sorted(by_cell.items())]
     generator.shuffle(queues)
     depth = max((len(queue) for queue in queues), default=0)
     in_turn = [queue[turn] for turn in range(depth) for queue in queues if turn < len(queue)]
-    rows: list[Row] = load_generations(run_dir).take(sorted(in_turn[:size])).to_pylist()
-    return rows
+    return [rows_of(path)[number] for path, number in sorted(in_turn[:size])]
 
 
-def check_recomputed(run_dir: Path, rows: Sequence[Row]) -> list[Check]:
-    """Decode ``rows`` again and compare. Raises InputError when a checkpoint or the inputs are gone or have
-    changed, and RuntimeError when the decoding process dies."""
+def check_recomputed(run_dir: Path, rows: Sequence[Row], device: str) -> list[Check]:
+    """Decode ``rows`` again on ``device`` and compare.
+
+    Raises InputError when a checkpoint or the inputs are gone or have changed, and RuntimeError when the
+    decoding process dies.
+    """
     by_source: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         by_source[tuple(row[name] for name in _SOURCE)].append(row)
@@ -68,7 +67,7 @@ def check_recomputed(run_dir: Path, rows: Sequence[Row]) -> list[Check]:
         inputs = run_dir / "inputs" / inputs_file_name(benchmark, prompt_version, num_fewshot)
         if not inputs.is_file():
             raise InputError(f"{inputs} is missing; put it back, or check with --sample 0")
-        again = _decode_again(stored, checkpoint, inputs)
+        again = _decode_again(stored, checkpoint, inputs, device)
         checks += [compare_again(row, new) for row, new in zip(stored, again, strict=True)]
     return checks
 
@@ -96,7 +95,7 @@ def sample_name(checks: Sequence[Check]) -> str:
     return "recomputed-" + digest(sorted([check.cell_key, check.item_id, check.repeat] for check in checks))
 
 
-def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path) -> list[Row]:
+def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str) -> list[Row]:
     root = str(Path(dlmgrid.__file__).resolve().parent.parent)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
@@ -105,7 +104,7 @@ def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path) -> list[Row]:
         write_table(str(source), to_table(GENERATIONS, rows))
         command = [
             sys.executable, "-m", "dlmgrid.workers.recompute", str(source), str(target),
-            "--checkpoint", str(checkpoint), "--inputs", str(inputs),
+            "--checkpoint", str(checkpoint), "--inputs", str(inputs), "--device", device,
         ]  # fmt: skip
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if process.returncode != 0:

@@ -6,6 +6,7 @@ has so far. A ratio is taken over the items that both cells have decoded, never 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +112,7 @@ class CellReport:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All cells of a run, draft-free first within each comparison. ``incomplete`` says in words what is missing
-    ("" when the run is known to be complete)."""
+    ("" when nothing is)."""
 
     run_dir: str
     incomplete: str
@@ -132,7 +133,21 @@ def load_scores(run_dir: Path) -> pa.Table:
     return read_table([str(path) for path in sorted((run_dir / "scores").glob("*.parquet"))], SCORES)
 
 
-def build_report(run_dir: Path, incomplete: str = "") -> Report:
+def unfinished(run_dir: Path) -> str:
+    """Why the last ``run`` into a folder is not finished, from its record; "" when it is, or has left none."""
+    path = run_dir / "run.json"
+    if not path.exists():
+        return ""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["status"] in ("done", "failed"):
+        return ""
+    if record["status"] == "running":
+        return "the last run is still going, or was killed; the same command resumes it"
+    reason = f" ({record['message']})" if record["message"] else ""
+    return f"the last run ended as {record['status']}{reason}; the same command resumes it"
+
+
+def build_report(run_dir: Path) -> Report:
     """Gather the report of a run folder. Raises InputError for a folder that is not a run's."""
     settings = _settings_by_cell(run_dir)
     rows_by_cell: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -155,7 +170,7 @@ def build_report(run_dir: Path, incomplete: str = "") -> Report:
     errors = Counter(row["error"] for rows in rows_by_cell.values() for row in rows if row["error"])
     return Report(
         run_dir=str(run_dir),
-        incomplete=incomplete or _missing_text(cells),
+        incomplete="; ".join(filter(None, (unfinished(run_dir), _missing_text(cells)))),
         cells=sorted(cells, key=_order),
         errors=dict(errors.most_common()),
     )
@@ -190,7 +205,7 @@ def _missing_text(cells: Iterable[CellReport]) -> str:
     missing = [cell.num_missing for cell in cells if cell.num_missing]
     if not missing:
         return ""
-    return f"{sum(missing)} rows of {len(missing)} cells are missing; run the same grid again to add them"
+    return f"{sum(missing)} rows of {len(missing)} cells are missing"
 
 
 def _cell_report(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dlmgrid.cluster.check import Check, check_stored
+from dlmgrid.cluster.check import Check, check_files, check_stored
 from dlmgrid.cluster.recompute import check_recomputed, sample_name, sample_rows, write_checks
 
 NUM_SHOWN = 20
@@ -20,14 +20,19 @@ def command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of a run.")],
     sample: Annotated[int, typer.Option(min=0, help="Rows to decode again; 0 decodes none.")] = 8,
     seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to decode the sample: cpu or cuda.")] = "cpu",
 ) -> int:
     """Verify exactness again, from the stored tokens, commits and digests, and by decoding a sample.
 
-    Every row is held against its own columns and its serialized run, then --sample rows are decoded again in a
-    fresh process. Findings go to OUT/checks. Exits with 4 when anything differs, with 5 when rows are missing.
+    Every file is held against the manifest, every row against its own columns and its serialized run, then
+    --sample rows are decoded again in a fresh process. Findings go to OUT/checks. Exits with 4 when anything
+    differs, with 5 when rows are missing.
     """
     console = Console(soft_wrap=True, highlight=False)
     stored = check_stored(out)
+    file_faults = check_files(out)
+    for fault in file_faults:
+        console.print(fault, style="red", markup=False)
     write_checks(out, "stored", stored.checks)
     console.print(f"stored rows: {len(stored.checks)}, {_levels(stored.checks)}")
     _show_faults(console, stored.checks)
@@ -40,12 +45,12 @@ def command(
     recomputed: list[Check] = []
     rows = sample_rows(out, sample, seed) if sample else []
     if rows:
-        recomputed = check_recomputed(out, rows)
+        recomputed = check_recomputed(out, rows, device)
         write_checks(out, sample_name(recomputed), recomputed)
         console.print(f"rows decoded again: {len(recomputed)}, {_levels(recomputed)}")
         _show_faults(console, recomputed)
 
-    if any(check.faults for check in (*stored.checks, *recomputed)):
+    if file_faults or any(check.faults for check in (*stored.checks, *recomputed)):
         return 4
     return 5 if stored.missing or not stored.checks else 0
 

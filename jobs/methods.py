@@ -9,17 +9,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dlmgrid.jobs.console import table_console
 from dlmgrid.workers.drafting.catalog import METHODS, get_method
 
 
 def command(
-    name: Annotated[
-        str | None, typer.Argument(help="Describe this method in full.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Describe this method in full.")] = None,
 ) -> None:
     """List the drafting methods, or describe one in full."""
-    console = Console(soft_wrap=name is not None, highlight=False)
     if name is not None:
+        console = Console(soft_wrap=True, highlight=False)
         method = get_method(name)
         console.print(f"{method.name}: {method.title}", style="bold", markup=False)
         for label, text in (
@@ -36,7 +35,7 @@ def command(
     for method in METHODS.values():
         parameters = ", ".join(method.parameters) or "–"
         table.add_row(method.name, method.title, "yes" if method.lossless else "no", parameters)
-    console.print(table)
+    table_console().print(table)
 
 
 def _lossless(lossless: bool) -> str:

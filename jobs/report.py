@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import dlmgrid
 from dlmgrid.cluster.report import build_report
 from dlmgrid.cluster.report_views import csv_text, html_page, json_text, terminal_view
+from dlmgrid.jobs.console import table_console
 from dlmgrid.workers.errors import InputError
-
-WIDTH_OF_A_LOG = 160
 
 
 def command(
@@ -28,10 +26,7 @@ def command(
     together with its exactness verdict.
     """
     report = build_report(out)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_OF_A_LOG)
-    console.print(terminal_view(report))
+    table_console().print(terminal_view(report))
     if html is not None:
         _write(html, html_page(report, dlmgrid.__version__))
     if json is not None:

@@ -141,7 +141,7 @@ def test_sample_covers_cells_before_it_repeats_one_and_follows_its_seed(tmp_path
     for item in "abcdef":
         reference = make_row(REFERENCE, item, TOKENS)
         rows += [reference, make_row(CHAIN, item, TOKENS, reference=reference)]
-    rows.append(make_row(REFERENCE, "failed", TOKENS, token_ids=None, error="no"))
+    rows.append(make_row(REFERENCE, "failed", TOKENS, token_ids=None, generated_tokens=None, error="no"))
     write_run(tmp_path, rows)
     first = sample_rows(tmp_path, 4, seed=1)
     assert sorted(row["cell_key"] for row in first) == sorted([REFERENCE.cell_key, CHAIN.cell_key] * 2)

@@ -93,7 +93,7 @@ def test_ratios_are_taken_over_items_that_both_cells_have(tmp_path: Path) -> Non
     assert chain.num_paired == 2
     assert chain.nfe_ratio == 1.5
     assert chain.num_missing == 1
-    assert report.incomplete.startswith("1 rows of 1 cells are missing")
+    assert report.incomplete == "1 rows of 1 cells are missing"
     assert _column(report, "rows") == ["3", "2/3"]
 
 
@@ -196,6 +196,23 @@ def test_run_without_rows_says_so(tmp_path: Path) -> None:
     report = build_report(tmp_path)
     assert "no rows yet" in _printed(report)
     assert "No rows yet" in html_page(report, "0")
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"status": "done", "message": ""}, ""),
+        ({"status": "failed", "message": ""}, ""),
+        ({"status": "running", "message": ""}, "still going, or was killed; the same command resumes it"),
+        ({"status": "incomplete", "message": "no GPU came"}, "ended as incomplete (no GPU came); the same"),
+    ],
+)
+def test_unfinished_run_says_so(tmp_path: Path, record: dict[str, str], text: str) -> None:
+    write_run(tmp_path, _rows())
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    report = build_report(tmp_path)
+    assert text in report.incomplete
+    assert bool(report.incomplete) == bool(text)
 
 
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

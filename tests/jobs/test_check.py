@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlmgrid.cluster import recompute
+from dlmgrid.cluster.cells import Questions
+from dlmgrid.cluster.grid import BenchmarkEntry
+from dlmgrid.cluster.store import read_shard
 from dlmgrid.jobs.check import command
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, write_items
@@ -33,7 +37,19 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "inputs").mkdir()
     name = recompute.inputs_file_name("words", "1", 0)
     write_items(tmp_path / "inputs" / name, [Item(item_id=item, prompt=item) for item in "ab"])
-    return write_run(tmp_path, rows)
+    return _store(tmp_path, rows)
+
+
+def _store(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Commit rows as the driver does: one file a unit, named by it, and a line of the manifest."""
+    write_run(run_dir, rows)
+    with (run_dir / "manifest.jsonl").open("a") as manifest:
+        for path in (run_dir / "generations").glob("*.parquet"):
+            shard = read_shard(path)
+            if path.stem != shard.unit_key:
+                path.rename(path.with_stem(shard.unit_key))
+                manifest.write(shard.to_line())
+    return run_dir
 
 
 def _decode_as_stored(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[list[str]]:
@@ -67,6 +83,7 @@ def test_exact_run_exits_with_0_and_writes_every_check(
     assert words[5:] == [
         "--checkpoint", str(run_dir / "model"),
         "--inputs", str(run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)),
+        "--device", "cpu",
     ]  # fmt: skip
     printed = capsys.readouterr().out
     assert "stored rows: 4, compared 2: 2/2 tokens 2/2 path 2/2 bits equal" in printed
@@ -94,18 +111,41 @@ def test_row_that_decodes_otherwise_exits_with_4(
 def test_tampered_row_exits_with_4_and_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = make_row(REFERENCE, "c", TOKENS)
     row = make_row(CHAIN, "c", TOKENS, reference=reference, path_digest="0" * 16)
-    write_table(str(run_dir / "generations" / "more.parquet"), to_table(GENERATIONS, [reference, row]))
+    _store(run_dir, [reference, row])
     assert command(run_dir, sample=0) == 4
     assert f"{CHAIN.cell_key} c repeat 0: path_digest is {'0' * 16}" in capsys.readouterr().out
 
 
 def test_missing_rows_exit_with_5(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_table(
-        str(run_dir / "generations" / "more.parquet"),
-        to_table(GENERATIONS, [make_row(REFERENCE, "c", TOKENS)]),
-    )
+    _store(run_dir, [make_row(REFERENCE, "c", TOKENS)])
     assert command(run_dir, sample=0) == 5
     assert "1 rows of 1 cells are missing" in capsys.readouterr().out
+
+
+def test_file_that_is_not_the_committed_one_exits_with_4(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted((run_dir / "generations").iterdir())[0]
+    rows = read_table([str(path)], GENERATIONS).to_pylist()
+    size = path.stat().st_size
+    write_table(str(path), to_table(GENERATIONS, [rows[0] | {"actor": "testinG"}, rows[1]]))
+    assert command(run_dir, sample=0) == 4
+    assert "sha256" in capsys.readouterr().out or path.stat().st_size != size
+
+
+def test_file_without_a_line_in_the_manifest_exits_with_4(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(run_dir, [make_row(REFERENCE, "c", TOKENS), make_row(CHAIN, "c", TOKENS)])
+    assert command(run_dir, sample=0) == 4
+    assert f"generations/{REFERENCE.cell_key}.parquet is not in the manifest" in capsys.readouterr().out
+
+
+def test_inputs_are_named_as_the_driver_names_them() -> None:
+    asked = Questions(
+        entry=BenchmarkEntry(name="a/b", num_fewshot=3), prompt_version="2", gen_length=8, items=()
+    )
+    assert recompute.inputs_file_name("a/b", "2", 3) == asked.file_name
 
 
 def test_run_without_rows_is_incomplete(tmp_path: Path) -> None:

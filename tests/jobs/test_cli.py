@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
+import typer
 
 from dlmgrid.jobs import cli
 from dlmgrid.workers.errors import InputError
 
 # Every flag is a promise to scripts. Add one here on purpose, or not at all.
 FLAGS = {
-    "run": {"--out", "--limit", "--data", "--address", "--quiet"},
+    "run": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
     "plan": {"--out", "--limit", "--data", "--units"},
     "decode": set[str](),
     "submit": {"--out", "--limit", "--data", "--address"},
     "score": {"--benchmarks", "--confirm-run-unsafe-code", "--workers"},
-    "check": {"--sample", "--seed"},
+    "check": {"--sample", "--seed", "--device"},
     "report": {"--html", "--json", "--csv"},
     "models": set[str](),
-    "benchmarks": set[str](),
+    "benchmarks": {"--data", "--num-fewshot"},
     "methods": set[str](),
     "doctor": {"--data", "--address"},
 }
 
 
 def _flags(name: str) -> set[str]:
-    """The option names that typer makes of a command's parameters."""
-    command = cli.load_command(name)
-    hints = typing.get_type_hints(command, include_extras=True)
-    flags = set()
-    for parameter in inspect.signature(command).parameters.values():
-        for information in getattr(hints[parameter.name], "__metadata__", ()):
-            if type(information).__name__ == "OptionInfo":
-                declared = [word for word in information.param_decls or () if word.startswith("--")]
-                names = declared or ["--" + parameter.name.replace("_", "-")]
-                flags.update(part for word in names for part in word.split("/") if part.startswith("--"))
-    return flags
+    """The option names of a command as typer builds it."""
+    group = typer.main.get_command(cli.build_app([name]))
+    (command,) = (found for known, found in vars(group)["commands"].items() if known == name)
+    names = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)}
+    return {word for word in names if word.startswith("--")}
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
