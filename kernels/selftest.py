@@ -33,6 +33,7 @@ def check_row_invariance(
             if not torch.equal(packed, alone[chosen]):
                 changed = int((packed != alone[chosen]).any(-1).sum())
                 raise RowInvarianceError(
-                    f"{name}: {changed} of {pack * size} rows ({order}, {pack} groups of {size}) differ in bits "
-                    f"from the same rows alone ({groups.device}, {groups.dtype}, {torch.get_num_threads()} threads)"
+                    f"{name}: {changed} of {pack * size} rows ({order}, {pack} groups of {size}) differ "
+                    f"in bits from the same rows alone ({groups.device}, {groups.dtype}, "
+                    f"{torch.get_num_threads()} threads)"
                 )

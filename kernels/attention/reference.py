@@ -241,7 +241,8 @@ def _merge(
 def _weigh(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """``weights`` [n, Hkv, M, TILE], rounded to ``dtype``, times ``values`` [n, Hkv, TILE, d], in fp32."""
     rounded = weights.to(dtype).float()
-    return torch.bmm(rounded.flatten(0, 1), values.flatten(0, 1)).unflatten(0, tuple(weights.shape[:2]))
+    product = torch.bmm(rounded.flatten(0, 1), values.flatten(0, 1))
+    return product.view(*weights.shape[:3], values.shape[3])
 
 
 def _last_tile(cache: Tensor, own: Tensor, tiles: TileGroup, part: slice) -> Tensor:

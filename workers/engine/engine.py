@@ -32,7 +32,8 @@ class Engine:
 
     A *slot* holds the keys and values of one sample. A segment reads the cached positions of its slot before
     its block and its own block; with ``store`` it also writes its block there. With ``numerics="exact"`` on
-    the CPU, a row's bits depend on its slot's cached tokens and its own block, never on what else is in the pass.
+    the CPU, a row's bits depend on its slot's cached tokens and its own block, never on what else is in the
+    pass.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Engine:
         slot_list, start_list, store_list = slots.tolist(), block_starts.tolist(), store.tolist()
         if length != self.block_length or not num == len(slot_list) == len(start_list) == len(store_list):
             raise ValueError(
-                f"forward: tokens {tuple(tokens.shape)} with {len(slot_list)} slots, {len(start_list)} starts "
+                f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
                 f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
         cached = self._plan_cache(slot_list, start_list, store_list)
@@ -209,7 +210,7 @@ class Engine:
         )
         with _memory_errors():
             hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
-        return hidden[: num * length].unflatten(0, (num, length))
+        return hidden[: num * length].view(num, length, -1)
 
     def _plan_cache(self, slots: Sequence[int], starts: Sequence[int], store: Sequence[bool]) -> list[int]:
         """The cached lengths after the pass; ValueError for a segment that cannot be run."""
