@@ -69,7 +69,7 @@ def test_right_answer_in_any_wrapping(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "   \n", "I cannot do that.", "```python\n```", "def total(values):\n    '''Sum.'''\n", "\x00", "def total(" * 500],
+    ["", "   \n", "I cannot do that.", "```python\n```", "def total(values, start):\n    '''Sum.'''\n", "\x00", "def total(" * 500],
     ids=["empty", "blank", "prose", "empty fence", "docstring only", "null byte", "unclosed"],
 )
 def test_no_answer_gives_no_working_function(text: str) -> None:
