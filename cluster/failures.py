@@ -29,8 +29,6 @@ def classify(error: BaseException) -> Failure:
     if isinstance(error, OutOfMemoryError | ray.exceptions.OutOfMemoryError):
         return Failure.OUT_OF_MEMORY
     if isinstance(error, RayActorError):
-        if "memory" in str(error).lower():  # killed by the node's memory monitor
-            return Failure.OUT_OF_MEMORY
         return Failure.PREEMPTED if getattr(error, "preempted", False) else Failure.DIED
     if isinstance(error, TimeoutError):
         return Failure.DIED

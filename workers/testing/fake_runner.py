@@ -13,7 +13,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.rows import Provenance, blank_row, error_row
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
-from dlmgrid.workers.testing.faults import AFTER_WRITING, BEFORE_WRITING, commit_fault, find_fault
+from dlmgrid.workers.testing.faults import BEFORE_WRITING, commit_fault, find_fault
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 FINGERPRINT = "fake-runtime"
@@ -37,10 +37,13 @@ class FakeUnitRunner:
     def run(self, unit: WorkUnit) -> UnitResult:
         start = time.perf_counter()
         items = {item.item_id: item for item in read_items(Path(unit.inputs))}
-        faults = [(find_fault(items[key.item_id], unit), items[key.item_id]) for key in unit.keys]
-        for fault, item in faults:
+        faults: list[tuple[str, Item]] = []
+        for item in [items[key.item_id] for key in unit.keys]:
+            fault = find_fault(item, unit)
             if fault in BEFORE_WRITING:
                 commit_fault(fault, item, unit)
+            elif fault is not None:
+                faults.append((fault, item))
         references = _read_references(unit)
         rows = [self._row(unit, key, items[key.item_id], references) for key in unit.keys]
         temporary = unit.output + ".part"
@@ -50,8 +53,7 @@ class FakeUnitRunner:
             content = file.read()
         Path(temporary).replace(unit.output)
         for fault, item in faults:
-            if fault in AFTER_WRITING:
-                commit_fault(fault, item, unit)
+            commit_fault(fault, item, unit)
         verdicts = [(row["exact_tokens"], row["exact_path"], row["exact_bits"]) for row in rows]
         return UnitResult(
             unit_key=unit.unit_key,

@@ -17,7 +17,6 @@ from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import WorkUnit
 
 BEFORE_WRITING = ("crash", "hang", "input", "out_of_memory", "slow", "transient", "unforeseen")
-AFTER_WRITING = ("crash_after_writing",)
 
 
 def find_fault(item: Item, unit: WorkUnit) -> str | None:
