@@ -142,7 +142,7 @@ def test_model_classes_and_our_kernels_import_together() -> None:
     """transformers imports Hugging Face's ``kernels`` with every model class; ours must not stand in its way."""
     pytest.importorskip("transformers")
     hub_kernels = pytest.importorskip("kernels")
-    assert not Path(hub_kernels.__file__).is_relative_to(ROOT)
+    assert Path(hub_kernels.__file__).parent != ROOT / "kernels"
     program = (
         "from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM\n"
         "import kernels, dlmgrid.kernels.philox.reference as ours\n"
