@@ -170,6 +170,7 @@ class _Run:
     def _connect(self) -> Connection:
         if self._connection is None:
             self._connection = connect(self._request.address)
+            _on_signals(_interrupt)  # ray.init sets its own, which would leave no record
             self._record.set(job_id=self._connection.job_id, ray_version=ray.__version__)
         return self._connection
 
@@ -260,20 +261,26 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 @contextmanager
 def _signals(action: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT do ``action`` meanwhile; only the main thread may set that, elsewhere nothing
-    changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        action()
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    """SIGTERM and SIGINT do ``action`` meanwhile; only the main thread may set that, elsewhere nothing changes."""
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    _on_signals(action)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _on_signals(action: Callable[[], None]) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        action()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, handle)

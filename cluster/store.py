@@ -218,7 +218,7 @@ class Store:
         for unit, result in finished:
             try:
                 staged = Path(unit.output)
-                shard = read_shard(staged)
+                shard = read_shard(staged, sync=False)  # the actor synced it before it reported
                 _compare(shard, unit, result)
                 staged.replace(self.path_of(shard.unit_key))
             except RejectedShardError as error:
@@ -307,22 +307,24 @@ class Store:
                 units.pop(key, None)
 
 
-def read_shard(path: Path) -> Shard:
-    """What a Parquet file of one unit holds, read from the file itself and synced to disk.
+def read_shard(path: Path, *, sync: bool = True) -> Shard:
+    """What a Parquet file of one unit holds, read from the file itself; ``sync`` it to disk first.
 
     Raises RejectedShardError when it is absent, torn, of another schema version, or of more than one cell.
     """
     try:
         with path.open("rb") as file:
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
             content = file.read()
     except FileNotFoundError as error:
         raise RejectedShardError(f"{path.name} is not there") from error
     try:
-        file_schema = pq.read_schema(pa.BufferReader(content))
-        if file_schema.metadata != GENERATIONS.metadata or file_schema.names != GENERATIONS.names:
+        parquet = pq.ParquetFile(pa.BufferReader(content))
+        found = parquet.schema_arrow
+        if found.metadata != GENERATIONS.metadata or found.names != GENERATIONS.names:
             raise RejectedShardError(f"{path.name} has another schema")
-        table = pq.read_table(pa.BufferReader(content), columns=_SUMMARY_COLUMNS)
+        table = parquet.read(columns=_SUMMARY_COLUMNS, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise RejectedShardError(f"{path.name} is not a whole Parquet file ({error})") from error
     columns = table.to_pydict()
