@@ -27,7 +27,7 @@ def command(
     ] = 0,
 ) -> None:
     """List the benchmarks, or describe one: prompt, shots, stopping, extraction, scorers, an example."""
-    console = Console(soft_wrap=True)
+    console = wide_console()
     if name is None:
         console.print(_overview())
     else:
@@ -35,6 +35,12 @@ def command(
         for label, text in describe(benchmark, num_fewshot):
             console.print(f"[bold]{label}[/bold]: {escape(text)}")
         console.print(_example(benchmark, data, num_fewshot), markup=False, highlight=False)
+
+
+def wide_console() -> Console:
+    """A console as wide as the terminal; 160 columns in a log or a pipe, where nothing may be cut."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=160)
 
 
 def _overview() -> Table:

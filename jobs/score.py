@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from dlmgrid.jobs.benchmarks import wide_console
 from dlmgrid.workers.benchmarks.scoring import OPT_IN_REMEDY, ScoreSummary, score_run
 
 PROGRESS_SECONDS = 5.0
@@ -20,7 +20,7 @@ STATUSES = ("scored", "timed_out", "errored", "not_scored")
 def command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of a run.")],
     benchmarks: Annotated[
-        list[str] | None, typer.Option("--benchmarks", help="Score only this benchmark (repeat for more).")
+        list[str] | None, typer.Option("--benchmarks", help="Score only these, separated by commas.")
     ] = None,
     confirm_run_unsafe_code: Annotated[
         bool,
@@ -37,6 +37,9 @@ def command(
     time, memory, processes and files, killed as a whole afterwards. They can still read what your user can
     read.
     """
+    names = None
+    if benchmarks is not None:
+        names = [name for given in benchmarks for name in given.split(",") if name]
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -47,7 +50,7 @@ def command(
 
     summary = score_run(
         out,
-        benchmarks=benchmarks,
+        benchmarks=names,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         workers=workers,
         on_progress=report,
@@ -64,7 +67,7 @@ def print_summary(summary: ScoreSummary) -> None:
         counts = [str(row.statuses.get(status, 0)) for status in STATUSES]
         mean = "-" if row.mean is None else f"{row.mean:.4f}"
         table.add_row(row.benchmark, row.scorer, row.metric, mean, *counts)
-    console = Console(soft_wrap=True)
+    console = wide_console()
     console.print(table)
     console.print(
         f"{summary.num_added} score rows added, {summary.num_kept} kept; {summary.num_texts_scored} distinct "

@@ -25,6 +25,7 @@ import psutil
 MEMORY_BYTES = 2 * 1024**3
 MAX_PROCESSES = 48
 _POLL_SECONDS = 0.1
+_KILL_SECONDS = 10.0
 
 PASSED, FAILED, TIMED_OUT = "passed", "failed", "timed_out"
 
@@ -77,22 +78,21 @@ def kill_descendants(pid: int) -> int:
     All are stopped before any is killed, so that a process that forks without end cannot outrun the killing.
     """
     killed = 0
-    for _ in range(100):
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
         stopped: set[int] = set()
-        while True:
-            found = {child.pid for child in _children(pid)} - stopped
-            if not found:
-                break
+        while found := {child.pid for child in _children(pid)} - stopped:
             for member in found:
                 _send(member, signal.SIGSTOP)
             stopped |= found
-        if not stopped:
-            return killed
         for member in stopped:
             _send(member, signal.SIGKILL)
         killed += len(stopped)
+        if pid == os.getpid():
+            _reap()
+        if not stopped:
+            break
         time.sleep(0.01)
-        _reap(stopped)
     return killed
 
 
@@ -232,10 +232,10 @@ def _send(pid: int, number: signal.Signals) -> None:
         return
 
 
-def _reap(pids: set[int]) -> None:
-    """Collect those of ``pids`` that are our own dead children, direct or adopted."""
-    for pid in pids:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            continue
+def _reap() -> None:
+    """Collect all dead children of this process, its own and adopted ones."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return

@@ -169,7 +169,8 @@ class _Run:
                 key = (generation["cell_key"], generation["item_id"], generation["repeat"])
                 text = generation["text"]
                 if generation["error"] is not None or text is None:
-                    self._add(benchmark, scorer, key, "", ERRORED, f"generation: {generation['error']}")
+                    cause = generation["error"] or "it has no text"
+                    self._add(benchmark, scorer, key, "", ERRORED, f"generation: {cause}")
                 elif all(_is_done(rows.get((key, metric)), text) for metric in scorer.metrics):
                     self._num_kept += len(scorer.metrics)
                 elif not self._runs(scorer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
@@ -38,7 +40,7 @@ ANSWERS = {
     "indented body": BODY,
     "newline and indented body": "\n" + BODY,
     "body that lost its first indent": BODY.lstrip(),
-    "body without any indent": "result = start\nfor value in values:\n    result += halve(value)\nreturn result\n",
+    "body without any indent": textwrap.dedent(BODY),
     "body and closed fence": BODY + "```\nDone.",
     "tabs": BODY.replace("    ", "\t"),
     "windows line ends": FUNCTION.replace("\n", "\r\n"),
@@ -49,7 +51,9 @@ ANSWERS = {
     "prose without fence": f"Here is the solution.\n\n{FUNCTION}\nThat's all, folks: it's O(n).",
     "unclosed fence": f"Of course:\n```python\n{FUNCTION}",
     "imports and helpers": f"```python\n{HELPED}```",
-    "indented in a list": "1. Code:\n\n   ```python\n" + "".join(f"   {x}\n" for x in FUNCTION.splitlines()) + "   ```",
+    "indented in a list": "1. Code:\n\n   ```python\n"
+    + "".join(f"   {x}\n" for x in FUNCTION.splitlines())
+    + "   ```",
     "example call after it": f"{FUNCTION}\nprint(total([1, 2]))\nassert total([2]) == 1\n",
     "main block after it": f'{FUNCTION}\nif __name__ == "__main__":\n    print(total([1]))\n',
     "run-on cut in the middle": f"{FUNCTION}\ndef other(values):\n    return [value for",
@@ -69,7 +73,15 @@ def test_right_answer_in_any_wrapping(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "   \n", "I cannot do that.", "```python\n```", "def total(values, start):\n    '''Sum.'''\n", "\x00", "def total(" * 500],
+    [
+        "",
+        "   \n",
+        "I cannot do that.",
+        "```python\n```",
+        "def total(values, start):\n    '''Sum.'''\n",
+        "\x00",
+        "def total(" * 500,
+    ],
     ids=["empty", "blank", "prose", "empty fence", "docstring only", "null byte", "unclosed"],
 )
 def test_no_answer_gives_no_working_function(text: str) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_folder_comes_from_the_environment(data_folder: Path, monkeypatch: pytes
 
 
 def test_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--data: .*nowhere is not a folder"):
+    with pytest.raises(InputError, match=r"--data: .*nowhere is not a folder"):
         load_rows(GSM8K_TEST, tmp_path / "nowhere")
 
 
@@ -44,7 +45,7 @@ def test_undeclared_subset_is_taken_for_truncated(data_folder: Path) -> None:
 def test_fewer_rows_than_declared(data_folder: Path) -> None:
     path = data_folder / "gsm8k/test.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(InputError, match="24 rows where manifest.json declares 25"):
+    with pytest.raises(InputError, match=r"24 rows where manifest.json declares 25"):
         load_rows(GSM8K_TEST, data_folder)
 
 
@@ -105,6 +106,26 @@ def test_published_sets_are_recognised_whatever_their_format(
         load_rows(source, tmp_path / "other")
 
 
+def test_hub_is_asked_for_configuration_and_revision_and_its_rows_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[Any] = []
+    num_rows = GSM8K_TEST.num_rows
+
+    def load_dataset(*given: str, **named: str) -> Any:
+        asked.append((given, named))
+        return datasets.Dataset.from_list([{"question": "?", "answer": "#### 1", "more": 0}] * num_rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows(GSM8K_TEST)[-1] == {"question": "?", "answer": "#### 1"}
+    revision = "e53f048856ff4f594e959d75785d2c2d37b678ee"
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "revision": revision})]
+    num_rows = 1318
+    with pytest.raises(InputError, match="1318 rows where 1319 were expected"):
+        load_rows(GSM8K_TEST)
+
+
 def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
     """In a fresh process: the offline flags are read when ``datasets`` is imported."""
     pytest.importorskip("datasets")
@@ -114,7 +135,12 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
         "    try: load_rows(source)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "",
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )

@@ -38,7 +38,10 @@ def lm_eval_gsm8k(data_folder: Path, num_fewshot: int) -> Any:
         "test": datasets.Dataset.from_list(load_rows(GSM8K_TEST, data_folder)),
         "train": datasets.Dataset.from_list(load_rows(GSM8K_TRAIN, data_folder)),
     }
-    config = yaml.safe_load(path.read_text()) | {"custom_dataset": lambda **_: splits, "num_fewshot": num_fewshot}
+    config = yaml.safe_load(path.read_text()) | {
+        "custom_dataset": lambda **_: splits,
+        "num_fewshot": num_fewshot,
+    }
     return ConfigurableTask(config=config)
 
 
@@ -135,7 +138,9 @@ def test_replayed_generations_score_as_in_lm_evals_own_evaluator(data_folder: Pa
 
     task = lm_eval_gsm8k(data_folder, 0)
     result = evaluate(lm=Replay(), task_dict={"gsm8k": task}, log_samples=True, bootstrap_iters=0)
-    theirs = {(s["doc_id"], f"exact_match,{s['filter']}"): s["exact_match"] for s in result["samples"]["gsm8k"]}
+    theirs = {
+        (s["doc_id"], f"exact_match,{s['filter']}"): s["exact_match"] for s in result["samples"]["gsm8k"]
+    }
     ours = {
         (index, entry["metric"]): entry["value"]
         for index, document in enumerate(documents)
