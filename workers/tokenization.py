@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.models.checkpoint import read_config
+from dlmgrid.workers.models.shards import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -194,16 +195,21 @@ def _qwen2_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     added = settings.get("added_tokens_decoder", {})
+    named = {_content(settings[name]) for name in _SPECIAL_NAMES if settings.get(name) is not None}
     for token, about in sorted(added.items(), key=lambda pair: int(pair[0])):
+        special = about.get("special", False) or about["content"] in named
         content = AddedToken(
             about["content"],
             single_word=about.get("single_word", False),
             lstrip=about.get("lstrip", False),
             rstrip=about.get("rstrip", False),
             normalized=about.get("normalized", False),
-            special=about.get("special", False),
+            special=special,
         )
-        tokenizer.add_special_tokens([content]) if about.get("special") else tokenizer.add_tokens([content])
+        if special:
+            tokenizer.add_special_tokens([content])
+        else:
+            tokenizer.add_tokens([content])
         if tokenizer.token_to_id(about["content"]) != int(token):
             raise InputError(
                 f"{folder / 'tokenizer_config.json'}: added token {about['content']!r} has id {token}, "
@@ -244,15 +250,7 @@ def _raise(message: str) -> None:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(settings).__name__}")
-    return settings
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: Any) -> str:

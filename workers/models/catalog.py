@@ -81,7 +81,7 @@ def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
             )
         return REFERENCE_FOLDER
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder.resolve()
     if not _is_repository(name):
         raise InputError(

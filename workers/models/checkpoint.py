@@ -2,21 +2,27 @@
 
 Everything but :func:`stream_tensors` works without torch and reads headers only, so a grid is refused for a
 missing or truncated checkpoint in seconds, on a machine without a GPU, before any model loads. Errors name
-the file, the tensor, what was found and what was expected. The safetensors layout read here is the published
-one: 8 bytes of header length, a JSON header of names, types, shapes and offsets, then the data.
+the file, the tensor, what was found and what was expected.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.models.shards import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    existing_folder,
+    product,
+    read_entries,
+    read_json,
+    tensor_files,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,23 +38,6 @@ DEFAULT_MASK_TOKEN_ID = 151669
 
 FAMILIES = ("sdar",)
 """Values of ``model_type`` that can be run."""
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-
-_BYTES_OF = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,19 +67,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        return sum(_product(shape) for shape in expected_tensors(self).values())
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor as a safetensors header describes it, ``start`` and ``stop`` in bytes of the file."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+        return sum(product(shape) for shape in expected_tensors(self).values())
 
 
 def read_config(folder: Path | str, block_length: int | None = None) -> ModelConfig:
@@ -99,9 +76,9 @@ def read_config(folder: Path | str, block_length: int | None = None) -> ModelCon
     ``block_length`` overrides the checkpoint's own. Raises InputError for a missing folder or file, broken
     JSON, an unknown family, a missing or impossible value, and settings the forward pass does not implement.
     """
-    folder = _existing_folder(folder)
+    folder = existing_folder(folder)
     path = folder / "config.json"
-    values = _read_json(path)
+    values = read_json(path)
     family = values.get("model_type")
     if family not in FAMILIES:
         raise InputError(f"{path}: model_type is {family!r}; known families: {', '.join(FAMILIES)}")
@@ -123,7 +100,7 @@ def read_config(folder: Path | str, block_length: int | None = None) -> ModelCon
     check_block_length(length, where=str(path) if block_length is None else "block_length")
 
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
     stops_from = generation_path if generation.get("eos_token_id") is not None else path
     stops = _id_list(
         stops_from, (generation if stops_from is generation_path else values).get("eos_token_id")
@@ -145,7 +122,7 @@ def read_config(folder: Path | str, block_length: int | None = None) -> ModelCon
         rope_theta=_rope_theta(path, values),
         rms_norm_eps=_real(path, values, "rms_norm_eps", 1e-6),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        qk_norm=any(name.endswith(".self_attn.q_norm.weight") for name in _tensor_files(folder)),
+        qk_norm=any(name.endswith(".self_attn.q_norm.weight") for name in tensor_files(folder)),
         block_length=length,
         mask_token_id=number("mask_token_id", DEFAULT_MASK_TOKEN_ID, at_least=0),
         stop_token_ids=stops,
@@ -168,7 +145,7 @@ def check_checkpoint(folder: Path | str, block_length: int | None = None) -> Mod
     """
     from dlmgrid.workers.models.vocabulary import check_vocabulary
 
-    folder = _existing_folder(folder)
+    folder = existing_folder(folder)
     config = read_config(folder, block_length)
     found = {entry.name: entry for entry in read_entries(folder)}
     expected = expected_tensors(config)
@@ -239,114 +216,15 @@ def check_block_length(length: int, where: str = "block_length") -> None:
         raise InputError(f"{where}: block length {length} cannot be run; use one of {', '.join(fits)}")
 
 
-def read_entries(folder: Path | str) -> list[TensorEntry]:
-    """Every tensor of the folder as its safetensors headers describe it, in order of name.
-
-    Raises InputError for a missing or truncated shard, a broken header, and an index that disagrees with it.
-    """
-    folder = _existing_folder(folder)
-    by_file: dict[str, list[str]] = {}
-    for name, file in _tensor_files(folder).items():
-        by_file.setdefault(file, []).append(name)
-    entries: list[TensorEntry] = []
-    for file, names in sorted(by_file.items()):
-        in_file = {entry.name: entry for entry in _read_header(folder / file)}
-        for name in names:
-            if name not in in_file:
-                raise InputError(f"{folder / file}: tensor {name} is missing, {INDEX_FILE} expected it here")
-        unlisted = sorted(in_file.keys() - set(names))
-        if unlisted:
-            raise InputError(f"{folder / file}: tensor {unlisted[0]} is not listed in {INDEX_FILE}")
-        entries.extend(in_file.values())
-    return sorted(entries, key=lambda entry: entry.name)
-
-
 def stream_tensors(folder: Path | str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder, one shard open at a time, straight to ``device`` in its stored type."""
     from safetensors import safe_open
 
-    folder = _existing_folder(folder)
-    for file in sorted(set(_tensor_files(folder).values())):
+    folder = existing_folder(folder)
+    for file in sorted(set(tensor_files(folder).values())):
         with safe_open(str(folder / file), framework="pt", device=device) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 yield name, shard.get_tensor(name)
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name to the shard's file name, from the index or the single file's header."""
-    index_path = folder / INDEX_FILE
-    if not index_path.exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise InputError(
-                f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; download the weights"
-            )
-        return {entry.name: SINGLE_FILE for entry in _read_header(folder / SINGLE_FILE)}
-    files = _read_json(index_path).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise InputError(f"{index_path}: weight_map is missing or not a table of tensor names to files")
-    for file in sorted(set(files.values())):
-        if not (folder / file).exists():
-            raise InputError(
-                f"{folder / file}: shard is missing, {INDEX_FILE} expected it; download it again"
-            )
-    return files
-
-
-def _read_header(path: Path) -> list[TensorEntry]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise InputError(
-                f"{path}: not a whole safetensors file ({size} bytes, header of {length}); download it again"
-            )
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise InputError(
-                f"{path}: its safetensors header is broken ({error}); download it again"
-            ) from error
-    entries = []
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            shape, (begin, end) = tuple(about["shape"]), about["data_offsets"]
-            num_bytes = _product(shape) * _BYTES_OF[about["dtype"]]
-            entry = TensorEntry(name, path, about["dtype"], shape, 8 + length + begin, 8 + length + end)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{path}: tensor {name} has a header entry that cannot be read ({about})"
-            ) from error
-        if end - begin != num_bytes:
-            raise InputError(
-                f"{path}: tensor {name} has {end - begin} bytes, expected {num_bytes} for its shape"
-            )
-        entries.append(entry)
-    expected = max((entry.stop for entry in entries), default=8 + length)
-    if size != expected:
-        raise InputError(f"{path}: file has {size} bytes, its header expected {expected}; download it again")
-    return entries
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: file is missing; a checkpoint folder needs it") from error
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
-
-
-def _existing_folder(folder: Path | str) -> Path:
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such checkpoint folder")
-    return folder
 
 
 def _refuse_unsupported(path: Path, values: dict[str, Any]) -> None:
@@ -433,10 +311,3 @@ def _check_ids(path: Path, config: ModelConfig) -> None:
             )
     if config.mask_token_id in config.stop_token_ids:
         raise InputError(f"{path}: mask_token_id {config.mask_token_id} is also a stop token id")
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dlmgrid.workers.cell import digest
-from dlmgrid.workers.models.checkpoint import ModelConfig, TensorEntry, read_config, read_entries
+from dlmgrid.workers.models.checkpoint import ModelConfig, read_config
+from dlmgrid.workers.models.shards import TensorEntry, read_entries
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 _READ_BYTES = 1 << 24

@@ -1,15 +1,18 @@
-"""Checkpoints with random weights, in the published layout: for tests, and for measuring speed at a model's shape
-without its weights. What they say is noise; acceptance measured on them means nothing."""
+"""Checkpoints with random weights, in the published layout: for tests, and for measuring speed at a model's
+shape without its weights. What they say is noise; acceptance measured on them means nothing."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from dlmgrid.workers.models.checkpoint import ModelConfig, expected_tensors
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 """Special tokens of the tokenizer written here, at ids 256, 257, …; ids below are single bytes."""
+
+_NOT_IN_CONFIG = ("family", "qk_norm", "block_length", "stop_token_ids")
 
 
 def tiny_config(
@@ -53,8 +56,8 @@ def tiny_config(
 def write_random_checkpoint(
     folder: Path, config: ModelConfig, *, seed: int = 0, num_shards: int = 1, scale: float = 0.08
 ) -> None:
-    """Write a checkpoint folder: config.json, weights (normal, standard deviation ``scale``; norms around 1), and
-    a byte-level tokenizer. Weights are fp32 or, where ``config.torch_dtype`` says so, bf16."""
+    """Write a checkpoint folder: config.json, weights (normal, standard deviation ``scale``; norms around 1),
+    and a byte-level tokenizer. Weights are fp32 or, where ``config.torch_dtype`` says so, bf16."""
     import torch
     from safetensors.torch import save_file
 
@@ -84,11 +87,7 @@ def write_random_checkpoint(
 
 def config_json(config: ModelConfig) -> dict[str, object]:
     """The config.json of a checkpoint with these settings."""
-    names = (
-        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
-        "rope_theta rms_norm_eps tie_word_embeddings mask_token_id bos_token_id eos_token_id pad_token_id "
-        "max_position_embeddings torch_dtype"
-    ).split()
+    names = [field.name for field in fields(config) if field.name not in _NOT_IN_CONFIG]
     values: dict[str, object] = {name: getattr(config, name) for name in names}
     values |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "hidden_act": "silu"}
     values |= {"block_size": config.block_length, "eos_token_id": list(config.stop_token_ids)}

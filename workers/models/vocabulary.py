@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.models.shards import read_json
 
 if TYPE_CHECKING:
     from dlmgrid.workers.models.checkpoint import ModelConfig
@@ -20,24 +20,24 @@ def read_token_ids(folder: Path) -> tuple[Path, set[int]]:
     """
     path = folder / "tokenizer.json"
     if path.exists():
-        values = _read(path)
+        values = read_json(path)
         model = values.get("model", {})
         vocabulary = model.get("vocab", {})
         ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
         ids |= {token["id"] for token in values.get("added_tokens", [])}
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         path = folder / "vocab.json"
-        ids = set(_read(path).values())
+        ids = set(read_json(path).values())
     else:
         raise InputError(
             f"{folder}: no tokenizer.json (nor vocab.json with merges.txt); download the tokenizer"
         )
     added = folder / "added_tokens.json"
     if added.exists():
-        ids |= set(_read(added).values())
+        ids |= set(read_json(added).values())
     settings = folder / "tokenizer_config.json"
     if settings.exists():
-        ids |= {int(token) for token in _read(settings).get("added_tokens_decoder", {})}
+        ids |= {int(token) for token in read_json(settings).get("added_tokens_decoder", {})}
     if not ids:
         raise InputError(f"{path}: the tokenizer defines no tokens")
     return path, ids
@@ -56,13 +56,3 @@ def check_vocabulary(folder: Path, config: ModelConfig) -> None:
     for name, token in wanted:
         if token not in ids:
             raise InputError(f"{path}: {name} {token} of {folder / 'config.json'} is not in the tokenizer")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
