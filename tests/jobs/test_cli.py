@@ -18,14 +18,14 @@ FLAGS = {
     "run": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
     "plan": {"--out", "--limit", "--data", "--units"},
     "decode": set[str](),
-    "submit": {"--out", "--limit", "--data", "--address"},
+    "submit": {"--out", "--address", "--limit", "--data", "--submission-id", "--wait", "--no-wait"},
     "score": {"--benchmarks", "--confirm-run-unsafe-code", "--workers"},
     "check": {"--sample", "--seed", "--device"},
     "report": {"--html", "--json", "--csv"},
     "models": set[str](),
     "benchmarks": {"--data", "--num-fewshot"},
     "methods": set[str](),
-    "doctor": {"--data", "--address"},
+    "doctor": {"--data", "--out"},
 }
 
 
