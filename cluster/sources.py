@@ -71,7 +71,8 @@ def installed_sources() -> Sources:
     from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
     from dlmgrid.workers.drafting.catalog import METHODS
     from dlmgrid.workers.models.catalog import resolve_checkpoint
-    from dlmgrid.workers.models.checkpoint import check_checkpoint, weight_fingerprint
+    from dlmgrid.workers.models.checkpoint import check_checkpoint
+    from dlmgrid.workers.models.fingerprint import weight_fingerprint
 
     methods: Mapping[str, Any] = METHODS
     return Sources(
