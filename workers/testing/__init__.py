@@ -1,1 +1,1 @@
-"""Fakes that run inside workers: a class in a test module cannot be imported there."""
+"""Fakes that run inside workers; a class defined in a test module could not be imported there."""
