@@ -60,8 +60,14 @@ class Cell:
         cell = self
         if cell.method == "none" or cell.budget == 0:
             cell = replace(
-                cell, method="none", budget=0, drafter_fingerprint="", gamma=None, verification="coupled",
-                fold_tau=None, product_tau=None,
+                cell,
+                method="none",
+                budget=0,
+                drafter_fingerprint="",
+                gamma=None,
+                verification="coupled",
+                fold_tau=None,
+                product_tau=None,
             )
         if cell.temperature == 0:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)

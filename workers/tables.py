@@ -86,7 +86,7 @@ GENERATIONS = _schema(
         _column("commit_steps", _INTS),
         _column("path_digest", pa.string()),
         _column("step_digests", pa.list_(pa.string())),
-        _column("step_margins", pa.list_(pa.float32())),
+        _column("commit_margins", pa.list_(pa.float32())),
         _column("logits_digest", pa.string()),
         # forwards
         _column("nfe_prefill", pa.int32()),
@@ -251,7 +251,9 @@ def read_table(paths: Sequence[str], schema: pa.Schema, columns: Sequence[str] |
 
     Raises InputError naming the first file whose table or schema version differs.
     """
-    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
+    wanted = (
+        schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
+    )
     tables = []
     for path in paths:
         file = pq.ParquetFile(path)

@@ -1,0 +1,178 @@
+"""From a grid to its cells: names looked up, checkpoints and data checked, references added, duplicates
+folded.
+
+Everything here runs on the driver before any model loads; only headers of checkpoints are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, ModelEntry, nearest_name
+from dlmgrid.cluster.sources import ModelShape, Sources
+from dlmgrid.workers.cell import Cell, digest
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.items import Item
+from dlmgrid.workers.units import Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A checkpoint of the grid, found and checked by its headers."""
+
+    entry: ModelEntry
+    folder: Path
+    shape: ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Questions:
+    """The items of one benchmark in one prompt form."""
+
+    entry: BenchmarkEntry
+    prompt_version: str
+    gen_length: int
+    items: tuple[Item, ...]
+
+    @property
+    def file_name(self) -> str:
+        """The file in ``OUT/inputs`` that holds these items; the digest is that of the prompt form."""
+        form = digest([self.entry.name, self.prompt_version, self.entry.num_fewshot])
+        return f"{self.entry.name.replace('/', '_')}-{form[:12]}.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellWork:
+    """A canonical cell with what is to be generated in it."""
+
+    cell: Cell
+    checkpoint: str
+    inputs: str
+    keys: tuple[Key, ...]
+
+
+def check_methods(grid: Grid, sources: Sources) -> None:
+    """Raises InputError for a method that does not exist."""
+    for method in grid.methods:
+        if method.name not in sources.methods:
+            known = list(sources.methods)
+            raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
+
+
+def find_models(grid: Grid, sources: Sources) -> list[Model]:
+    """Find every checkpoint and check its headers. Raises InputError for a missing or unfit one."""
+    models = []
+    for entry in grid.models:
+        folder = sources.resolve_checkpoint(entry.path, entry.revision).absolute()
+        shape = sources.check_checkpoint(folder, entry.block_length)
+        block_length = entry.block_length or shape.block_length
+        for decoder in grid.decoder:
+            if decoder.commits_per_step > block_length:
+                raise InputError(
+                    f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its "
+                    "block "
+                    f"of {block_length} tokens; lower it"
+                )
+        models.append(Model(entry=entry, folder=folder, shape=shape))
+    return models
+
+
+def load_questions(grid: Grid, sources: Sources, data: str | None, limit: int | None) -> list[Questions]:
+    """Load the items of every benchmark; ``limit`` caps each. Raises InputError for an unknown benchmark,
+    missing data, or item ids given twice."""
+    loaded = []
+    names = list(sources.benchmark_names())
+    for entry in grid.benchmarks:
+        if entry.name not in names:
+            raise InputError(f"benchmark {entry.name!r} does not exist; {nearest_name(entry.name, names)}")
+        benchmark = sources.get_benchmark(entry.name)
+        if entry.num_fewshot > benchmark.max_fewshot:
+            raise InputError(
+                f"benchmark {entry.name!r}: num_fewshot {entry.num_fewshot} is more than the "
+                f"{benchmark.max_fewshot} examples it has; lower it"
+            )
+        limits = [bound for bound in (entry.limit or grid.limit, limit) if bound is not None]
+        items = benchmark.load(data, min(limits, default=None), entry.num_fewshot)
+        if not items:
+            raise InputError(f"benchmark {entry.name!r} has no items; check its data source")
+        if len({item.item_id for item in items}) != len(items):
+            raise InputError(f"benchmark {entry.name!r} gives an item id twice; mend its data")
+        loaded.append(
+            Questions(
+                entry=entry,
+                prompt_version=benchmark.prompt_version(entry.num_fewshot),
+                gen_length=entry.gen_length or grid.gen_length or benchmark.default_gen_length,
+                items=tuple(items),
+            )
+        )
+    return loaded
+
+
+def make_cells(
+    grid: Grid, models: list[Model], questions: list[Questions], fingerprints: Mapping[str, str], inputs: Path
+) -> list[CellWork]:
+    """Every cell of the grid, canonical and once, each reference before the cells compared with it.
+
+    ``fingerprints`` maps a checkpoint folder to what identifies its weights ("" where not computed yet);
+    ``inputs`` is the folder of the item files. Raises InputError where a length does not fit a model.
+    """
+    works: dict[str, CellWork] = {}
+    for model in models:
+        for asked in questions:
+            if asked.gen_length > model.shape.max_position_embeddings:
+                raise InputError(
+                    f"gen_length {asked.gen_length} of benchmark {asked.entry.name!r} is more than the "
+                    f"{model.shape.max_position_embeddings} positions of model {model.entry.path!r}; lower it"
+                )
+            keys = tuple(Key(item.item_id, repeat) for item in asked.items for repeat in range(grid.repeats))
+            for decoder in grid.decoder:
+                for cell in _cells(grid, model, asked, decoder, fingerprints[str(model.folder)]):
+                    for wanted in (cell.reference(), cell.canonical()):
+                        found = works.get(wanted.cell_key)
+                        if found is None:
+                            works[wanted.cell_key] = CellWork(
+                                cell=wanted,
+                                checkpoint=str(model.folder),
+                                inputs=str(inputs / asked.file_name),
+                                keys=keys,
+                            )
+                        elif len(keys) > len(found.keys):
+                            works[wanted.cell_key] = replace(found, keys=keys)
+    return list(works.values())
+
+
+def _cells(
+    grid: Grid, model: Model, asked: Questions, decoder: DecoderEntry, weight_fingerprint: str
+) -> list[Cell]:
+    return [
+        Cell(
+            model=model.entry.path,
+            revision=model.entry.revision,
+            weight_fingerprint=weight_fingerprint,
+            benchmark=asked.entry.name,
+            prompt_version=asked.prompt_version,
+            chat_template=model.entry.chat_template,
+            num_fewshot=asked.entry.num_fewshot,
+            method=method.name,
+            budget=budget,
+            temperature=float(temperature),
+            verification=grid.verification,
+            noise=grid.noise,
+            seed=grid.seed,
+            decoder=decoder.name,
+            commits_per_step=decoder.commits_per_step,
+            threshold=decoder.threshold,
+            block_length=model.entry.block_length or model.shape.block_length,
+            gen_length=asked.gen_length,
+            stop=grid.stop,
+            numerics=grid.numerics,
+            kernels=grid.kernels,
+            dtype=model.entry.dtype,
+            max_in_flight=grid.max_in_flight,
+        )
+        for temperature in grid.temperatures
+        for method in grid.methods
+        for budget in ([0] if method.name == "none" else method.budgets or grid.budgets or [0])
+    ]

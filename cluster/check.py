@@ -1,0 +1,328 @@
+"""Exactness checked again, from what a run has stored: no model, no trust in the verdict columns.
+
+Every row is held against its own columns (identity, path, digests, counts) and, when it is an accelerated one,
+against its serialized run: same ``reference_key``, same item. The verdict is made anew and must equal the
+stored one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dlmgrid.cluster.report import cell_of
+from dlmgrid.cluster.store import Store
+from dlmgrid.workers.cell import reference_key
+from dlmgrid.workers.decoding.paths import Verdict, compare, logits_digest, path_digest, steps_of
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.tables import GENERATIONS, read_table
+
+Row = Mapping[str, Any]
+
+_VERDICT_COLUMNS = (
+    "exact_tokens",
+    "exact_path",
+    "exact_bits",
+    "first_divergence_step",
+    "first_divergence_position",
+    "top2_margin",
+)
+_LEVELS = ("exact_tokens", "exact_path", "exact_bits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What one row was found to be. ``faults`` are findings that must not be; ``notes`` only explain.
+
+    ``kind`` is ``stored`` (from the columns) or ``recomputed`` (decoded again). ``verdict`` is None where there
+    is nothing to compare with.
+    """
+
+    cell_key: str
+    item_id: str
+    repeat: int
+    reference_key: str
+    kind: str
+    verdict: Verdict | None
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_row(self, checked_at: datetime) -> dict[str, Any]:
+        """The check as a row of ``tables.CHECKS``."""
+        found = self.verdict
+        return {
+            "cell_key": self.cell_key,
+            "item_id": self.item_id,
+            "repeat": self.repeat,
+            "reference_key": self.reference_key,
+            "kind": self.kind,
+            **{name: getattr(found, name) if found else None for name in _VERDICT_COLUMNS},
+            "detail": "; ".join((*self.faults, *self.notes)) or None,
+            "checked_at": checked_at,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredChecks:
+    """The checks of a whole run from its columns, with the keys (cell, item, repeat) that no row stands for."""
+
+    checks: list[Check]
+    missing: list[tuple[str, str, int]]
+
+    @property
+    def faulty(self) -> list[Check]:
+        return [check for check in self.checks if check.faults]
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def check_stored(run_dir: Path) -> StoredChecks:
+    """Check every committed row of a run.
+
+    Rows are read shard by shard, so memory does not grow with the run. Raises InputError for a folder that is
+    not a run's, or a shard that is not of this schema version.
+    """
+    index = _Index(run_dir)
+    checks = []
+    missing = set(index.missing)
+    for path in index.shards:
+        for row in rows_of(path):
+            checks.append(_check_row(row, index))
+            serialized = (cell_of(row).reference().cell_key, row["item_id"], row["repeat"])
+            if not index.holds(serialized):
+                missing.add(serialized)
+    return StoredChecks(checks=checks, missing=sorted(missing))
+
+
+def check_files(run_dir: Path) -> list[str]:
+    """What the committed files and the manifest disagree on: size, checksum, a file that one of them lacks.
+
+    Raises InputError for a manifest that cannot be read.
+    """
+    faults: list[str] = []
+    store = Store(run_dir)
+    store.load(repair=False, say=faults.append)
+    named = {store.path_of(shard.unit_key): shard for shard in store.shards}
+    for path, shard in named.items():
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != shard.sha256:
+            faults.append(f"generations/{path.name} has sha256 {found}, the manifest says {shard.sha256}")
+    present = set((run_dir / "generations").glob("*.parquet"))
+    faults += [f"generations/{path.name} is not in the manifest" for path in sorted(present - set(named))]
+    return faults
+
+
+@lru_cache(maxsize=8)
+def rows_of(path: str) -> list[dict[str, Any]]:
+    """The rows of one shard. The last few shards are kept, since neighbours share their reference rows."""
+    rows: list[dict[str, Any]] = read_table([path], GENERATIONS).to_pylist()
+    return rows
+
+
+class _Index:
+    """Where each key is stored and where its reference row is, from the key columns alone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        folder = run_dir / "generations"
+        if not folder.is_dir():
+            raise InputError(f"{run_dir} holds no generations/ folder; give the --out folder of a run")
+        self._copies: Counter[tuple[str, str, int]] = Counter()
+        self._references: dict[tuple[str, str], tuple[str, int]] = {}
+        by_reference: dict[str, str] = {}
+        keys_of_inputs: dict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
+        inputs_of_cell: dict[str, tuple[str, ...]] = {}
+        columns = [
+            "cell_key", "item_id", "repeat", "reference_key", "method", "model", "benchmark", "prompt_version",
+        ]  # fmt: skip
+        for path in sorted(str(path) for path in folder.glob("*.parquet")):
+            by_reference[path] = ""
+            for number, row in enumerate(read_table([path], GENERATIONS, columns).to_pylist()):
+                self._copies[row["cell_key"], row["item_id"], row["repeat"]] += 1
+                if row["method"] == "none":
+                    self._references.setdefault((row["reference_key"], row["item_id"]), (path, number))
+                by_reference[path] = by_reference[path] or row["reference_key"]
+                inputs = (row["model"], row["benchmark"], row["prompt_version"])
+                inputs_of_cell[row["cell_key"]] = inputs
+                keys_of_inputs[inputs].add((row["item_id"], row["repeat"]))
+        self.shards = sorted(by_reference, key=lambda path: (by_reference[path], path))
+        self.missing = [
+            (cell_key, item_id, repeat)
+            for cell_key, inputs in inputs_of_cell.items()
+            for item_id, repeat in sorted(keys_of_inputs[inputs])
+            if (cell_key, item_id, repeat) not in self._copies
+        ]
+
+    def copies(self, row: Row) -> int:
+        return self._copies[row["cell_key"], row["item_id"], row["repeat"]]
+
+    def holds(self, key: tuple[str, str, int]) -> bool:
+        return key in self._copies
+
+    def reference(self, row: Row) -> Row | None:
+        place = self._references.get((row["reference_key"], row["item_id"]))
+        return None if place is None else rows_of(place[0])[place[1]]
+
+
+def _check_row(row: Row, index: _Index) -> Check:
+    faults = list(own_faults(row))
+    notes: list[str] = []
+    verdict: Verdict | None = None
+    if index.copies(row) > 1:
+        faults.append(f"stored {index.copies(row)} times")
+    if row["token_ids"] is None:
+        notes.append("failed: " + (row["error"] or "no tokens and no error"))
+        if row["error"] is None:
+            faults.append("a row without tokens gives no error")
+    elif row["method"] != "none":
+        reference = index.reference(row)
+        if reference is None or reference["token_ids"] is None:
+            why = "failed" if reference is not None else "is missing, failed or is of another runtime"
+            notes.append(f"unchecked: its serialized run {why}")
+            if any(row[name] is not None for name in _LEVELS):
+                faults.append("a verdict is stored although there is no serialized run to compare with")
+        else:
+            verdict, more = _compare(row, reference)
+            faults += more
+    elif any(row[name] is False for name in _LEVELS):
+        faults.append("the serialized run differs from its second run")
+    return Check(
+        cell_key=row["cell_key"],
+        item_id=row["item_id"],
+        repeat=row["repeat"],
+        reference_key=row["reference_key"],
+        kind="stored",
+        verdict=verdict,
+        faults=tuple(faults),
+        notes=tuple(notes),
+    )
+
+
+def _compare(row: Row, reference: Row) -> tuple[Verdict | None, list[str]]:
+    try:
+        verdict = compare(row, reference)
+    except (TypeError, ValueError) as error:
+        return None, [f"cannot be compared: {error}"]
+    faults = [
+        f"{name} is stored as {row[name]}, found {getattr(verdict, name)}"
+        for name in _VERDICT_COLUMNS
+        if not _same(row[name], getattr(verdict, name))
+    ]
+    if row["claim"] == "exact":
+        faults += [f"{name} is false" for name in _LEVELS if not getattr(verdict, name)]
+    return verdict, faults
+
+
+def _same(stored: object, found: object) -> bool:
+    if isinstance(stored, float) and isinstance(found, float):
+        return math.isclose(stored, found, rel_tol=1e-6, abs_tol=1e-9)
+    return stored == found
+
+
+def own_faults(row: Row) -> Iterator[str]:
+    """What contradicts what within one row: identity, path, digests, tokens, counts."""
+    cell = cell_of(row)
+    if cell.cell_key != row["cell_key"]:
+        yield f"cell_key is {row['cell_key']}, its settings give {cell.cell_key}"
+    if cell.claim != row["claim"]:
+        yield f"claim is {row['claim']}, its settings give {cell.claim}"
+    expected = reference_key(cell, row["repeat"], row["runtime_fingerprint"] or "")
+    if expected != row["reference_key"]:
+        yield f"reference_key is {row['reference_key']}, its settings give {expected}"
+    if row["token_ids"] is None:
+        return
+    try:
+        steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"])
+    except (TypeError, ValueError) as error:
+        yield f"the path cannot be read: {error}"
+        return
+    if path_digest(steps) != row["path_digest"]:
+        yield f"path_digest is {row['path_digest']}, its commits give {path_digest(steps)}"
+    if row["step_digests"] is None or len(row["step_digests"]) != len(steps):
+        yield f"{len(steps)} steps have {len(row['step_digests'] or [])} digests of logits"
+    elif logits_digest(row["step_digests"]) != row["logits_digest"]:
+        yield f"logits_digest is {row['logits_digest']}, its steps give {logits_digest(row['step_digests'])}"
+    yield from _token_faults(row, [commit for step in steps for commit in step])
+    yield from _count_faults(row, len(steps))
+
+
+def _token_faults(row: Row, commits: Sequence[tuple[int, int]]) -> Iterator[str]:
+    start, tokens = row["prompt_tokens"], row["token_ids"]
+    by_position = dict(commits)
+    if len(by_position) < len(commits):
+        yield "a position is committed twice"
+    if any(position < start for position in by_position):
+        yield "a prompt position is committed"
+    if len(tokens) > row["gen_length"]:
+        yield f"{len(tokens)} tokens exceed gen_length {row['gen_length']}"
+    for offset, token in enumerate(tokens):
+        if by_position.get(start + offset) != token:
+            yield (
+                f"token {offset} is {token}, the path commits {by_position.get(start + offset)} at position "
+                f"{start + offset}"
+            )
+            return
+
+
+def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
+    parts = sum(row[name] for name in ("nfe_prefill", "nfe_denoise", "nfe_commit"))
+    if row["nfe_total"] != parts:
+        yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
+    if row["nfe_denoise"] != row["rounds"]:
+        yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
+    accepted = row["accepted"] or []
+    if len(accepted) != row["rounds"]:
+        yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"
+        return
+    if row["rounds"] + sum(accepted) != num_steps:
+        yield f"{row['rounds']} rounds that accept {sum(accepted)} cannot make {num_steps} steps"
+    mean = sum(accepted) / len(accepted) if accepted else 0.0
+    if not _same(row["accepted_per_round"], mean):
+        yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
+    if row["method"] == "none" and (row["drafted_nodes"] or sum(accepted)):
+        yield "a draft-free row has drafted nodes"
+
+
+def compare_again(row: Row, again: Row) -> Check:
+    """The check of a stored row against the same row decoded again.
+
+    On the same runtime every level must be equal under exact numerics. On another runtime (device, kernels,
+    torch or triton) a difference is a note: no claim reaches across runtimes.
+    """
+    faults: list[str] = []
+    notes: list[str] = []
+    verdict: Verdict | None = None
+    if row["prompt_digest"] != again["prompt_digest"]:
+        faults.append("the prompt has changed since this row was decoded")
+    elif again["token_ids"] is None:
+        faults.append(f"decoding it again failed: {again['error']}")
+    else:
+        verdict = compare(again, row)
+        differs = [name for name in _LEVELS if not getattr(verdict, name)]
+        differs += [name for name in ("nfe_total", "rounds", "drafted_nodes") if row[name] != again[name]]
+        text = f"decoded again, it differs in {', '.join(differs)}"
+        if differs and row["runtime_fingerprint"] != again["runtime_fingerprint"]:
+            notes.append(f"{text} (on another runtime: {again['runtime_fingerprint']})")
+        elif differs and row["numerics"] != "exact":
+            notes.append(f"{text} (numerics: {row['numerics']})")
+        elif differs:
+            faults.append(text)
+    return Check(
+        cell_key=row["cell_key"],
+        item_id=row["item_id"],
+        repeat=row["repeat"],
+        reference_key=row["reference_key"],
+        kind="recomputed",
+        verdict=verdict,
+        faults=tuple(faults),
+        notes=tuple(notes),
+    )

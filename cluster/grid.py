@@ -1,0 +1,269 @@
+"""The grid file: YAML, validated; an unknown key is an error that names the key, its place and the nearest
+one.
+
+    name: demo
+    models: [reference]              # or {path: …, revision: …, dtype: bfloat16, block_length: 32}
+    benchmarks: [words, {name: gsm8k, limit: 8, num_fewshot: 0, gen_length: 128}]
+    temperatures: [0, 1]
+    methods: [none, ssd, {name: confidence_tree, budgets: [8]}]
+    budgets: [6, 12]
+
+``resources`` says where to run and never enters a cell key; every other key does, or chooses what is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dlmgrid.workers.cell import digest
+from dlmgrid.workers.errors import InputError
+
+MAX_BUDGET = 4096
+
+Budget = Annotated[int, Field(ge=0, le=MAX_BUDGET)]
+Count = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class _Entry(BaseModel):
+    """A mapping of the grid file: exact types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            known = list(cls.model_fields)
+            for key in values:
+                if key not in known:
+                    raise ValueError(f"unknown key {key!r}; {_nearest(str(key), known)}")
+        return values
+
+
+class ModelEntry(_Entry):
+    """A checkpoint: ``path`` is a folder or the name of a shipped or cached model."""
+
+    path: Name
+    revision: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    block_length: Count | None = None
+    chat_template: str = ""
+
+
+class BenchmarkEntry(_Entry):
+    """A benchmark; ``limit`` takes its first items, ``gen_length`` is in tokens."""
+
+    name: Name
+    limit: Count | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] = 0
+    gen_length: Count | None = None
+
+
+class MethodEntry(_Entry):
+    """A drafting method; its own ``budgets`` replace the grid's."""
+
+    name: Name
+    budgets: Annotated[list[Budget], Field(min_length=1)] | None = None
+
+
+class DecoderEntry(_Entry):
+    """The commit rule: ``static`` commits a fixed number a step, ``threshold`` all that are confident
+    enough."""
+
+    name: Literal["static", "threshold"]
+    commits_per_step: Count = 1
+    threshold: float | None = None
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> DecoderEntry:
+        if self.name == "threshold":
+            if self.threshold is None or not 0 < self.threshold < 1:
+                raise ValueError(f"threshold must lie strictly between 0 and 1 (found {self.threshold!r})")
+            if self.commits_per_step != 1:
+                raise ValueError("commits_per_step belongs to the static decoder; remove it")
+        elif self.threshold is not None:
+            raise ValueError("threshold belongs to the threshold decoder; remove it or name that decoder")
+        return self
+
+
+class Resources(_Entry):
+    """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work.
+
+    ``wait_seconds`` bounds the wait for a first actor, ``unit_seconds`` one call before its actor is
+    replaced.
+    """
+
+    num_actors: Count | None = None
+    cpus_per_actor: Count = 1
+    gpus_per_actor: Annotated[float, Field(ge=0)] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    wait_seconds: Annotated[float, Field(gt=0)] = 600
+    unit_seconds: Annotated[float, Field(gt=0)] = 7200
+    items_per_unit: Count | None = None
+
+    @model_validator(mode="after")
+    def _device_has_gpus(self) -> Resources:
+        if self.device == "cuda" and self.gpus_per_actor == 0:
+            raise ValueError("device: cuda needs gpus_per_actor above 0")
+        if self.device == "cpu" and self.gpus_per_actor:
+            raise ValueError("gpus_per_actor needs device: cuda")
+        return self
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that one actor asks for."""
+        if self.gpus_per_actor is not None:
+            return self.gpus_per_actor
+        return 1.0 if self.device == "cuda" else 0.0
+
+
+class Grid(_Entry):
+    """A whole grid file. Lists are axes: the grid is their product."""
+
+    name: Name
+    models: Annotated[list[ModelEntry], Field(min_length=1)]
+    benchmarks: Annotated[list[BenchmarkEntry], Field(min_length=1)]
+    temperatures: Annotated[list[Temperature], Field(min_length=1)]
+    methods: Annotated[list[MethodEntry], Field(min_length=1)]
+    budgets: Annotated[list[Budget], Field(min_length=1)] | None = None
+    decoder: Annotated[list[DecoderEntry], Field(min_length=1)] = [DecoderEntry(name="static")]
+    verification: Literal["coupled", "uncoupled", "greedy_match"] = "coupled"
+    noise: Literal["commit_count", "per_position"] = "commit_count"
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    repeats: Count = 1
+    gen_length: Count | None = None
+    limit: Count | None = None
+    stop: Literal["eos"] = "eos"
+    numerics: Literal["exact", "fast"] = "exact"
+    kernels: Literal["torch", "triton"] = "torch"
+    max_in_flight: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = 8
+    resources: Resources = Resources()
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _models_by_path(cls, values: Any) -> Any:
+        return _spell_out(values, "path")
+
+    @field_validator("benchmarks", "methods", mode="before")
+    @classmethod
+    def _entries_by_name(cls, values: Any) -> Any:
+        return _spell_out(values, "name")
+
+    @field_validator("decoder", mode="before")
+    @classmethod
+    def _one_or_many(cls, values: Any) -> Any:
+        return _spell_out(values if isinstance(values, list) else [values], "name")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Grid:
+        for method in self.methods:
+            if method.name != "none" and method.budgets is None and self.budgets is None:
+                raise ValueError(f"method {method.name!r} needs budgets; add budgets: [8] to the grid")
+        if self.kernels == "triton" and self.resources.device == "cpu":
+            raise ValueError("kernels: triton needs resources.device: cuda")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """24 hexadecimal digits of everything in the file but ``resources``."""
+        return digest(self.model_dump(exclude={"resources"}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridFile:
+    """A grid and the text it was read from."""
+
+    grid: Grid
+    text: str
+    path: Path
+
+
+def read_grid(path: Path) -> GridFile:
+    """Read and validate a grid file. Raises InputError, one line, for anything wrong with it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such grid file; see jobs/grids/ for examples") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: the grid file cannot be read ({error})") from error
+    return GridFile(grid=parse_grid(text, str(path)), text=text, path=path)
+
+
+def parse_grid(text: str, origin: str) -> Grid:
+    """Validate the text of a grid file; ``origin`` names it in errors. Raises InputError."""
+    try:
+        values = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise InputError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{origin}: the grid is empty or not a mapping; start with name:, models:, benchmarks:"
+        )
+    try:
+        return Grid.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{origin}: {_first_error(error)}") from error
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice in one mapping (plain YAML keeps the last)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _spell_out(values: Any, key: str) -> Any:
+    if not isinstance(values, list):
+        return values
+    return [{key: value} if isinstance(value, str) else value for value in values]
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """``did you mean 'x'?``, or the list of what is known."""
+    return _nearest(name, known)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _first_error(error: ValidationError) -> str:
+    """One line for the first thing wrong: its place in the file, what was found, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    place = ""
+    for part in first["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    kind, found = first["type"], first["input"]
+    limits = first.get("ctx", {})
+    if kind == "missing":
+        return f"{place}: missing; add it to the grid"
+    if kind == "too_short":
+        return f"{place}: the list is empty; name at least one"
+    if place.endswith("]") and "budgets[" in place and kind in ("greater_than_equal", "less_than_equal"):
+        return (
+            f"{place}: budget {found} is impossible; the number of drafted nodes a round is 0 to {MAX_BUDGET}"
+        )
+    if kind == "literal_error":
+        return f"{place}: {found!r} is not one of {limits['expected']}"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if kind == "value_error":
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message[0].lower()}{message[1:]} (found {found!r})"

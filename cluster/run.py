@@ -1,0 +1,286 @@
+"""One call of ``dlmgrid run``, from the grid file to its exit code.
+
+Everything that can be wrong with the input is found before Ray starts or a model loads. Running again
+resumes: only missing keys are planned, and with none missing no actor starts.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+import ray
+
+from dlmgrid.cluster.cells import (
+    CellWork,
+    Model,
+    Questions,
+    check_methods,
+    find_models,
+    load_questions,
+    make_cells,
+)
+from dlmgrid.cluster.connect import Connection, connect, num_slots
+from dlmgrid.cluster.driver import UNIT_RUNNER, Driver, WorkersUnavailableError, fingerprint_weights
+from dlmgrid.cluster.fingerprints import FingerprintCache, resolve_fingerprints
+from dlmgrid.cluster.grid import Grid, GridFile
+from dlmgrid.cluster.lock import RunLock
+from dlmgrid.cluster.plan import UnitSettings, plan_chains
+from dlmgrid.cluster.progress import Counts, Progress, Style
+from dlmgrid.cluster.records import RunRecord, new_run_id, submission_id
+from dlmgrid.cluster.sources import Sources
+from dlmgrid.cluster.store import Store
+from dlmgrid.workers.errors import InputError
+
+
+class ExitCode(IntEnum):
+    """What the process returns; people wire nightly alarms to it."""
+
+    DONE = 0
+    ROWS_FAILED = 1
+    BAD_INPUT = 2
+    GATE_BREACHED = 3
+    NOT_EXACT = 4
+    INCOMPLETE = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """What the user asked for. ``data`` is a local data source, ``limit`` caps the items of every
+    benchmark."""
+
+    grid: GridFile
+    out: Path
+    sources: Sources
+    data: str | None = None
+    limit: int | None = None
+    address: str | None = None
+    style: Style = "auto"
+    runner: str = UNIT_RUNNER
+
+    def say(self, message: str) -> None:
+        """A message outside the progress display."""
+        if self.style != "quiet":
+            print(message, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A grid with its names looked up and its input checked, before weights are read."""
+
+    grid: Grid
+    models: list[Model]
+    questions: list[Questions]
+
+
+def look_up(grid: Grid, sources: Sources, *, data: str | None, limit: int | None) -> Asked:
+    """Check every name, checkpoint header and data source. Raises InputError for the first that is wrong."""
+    check_methods(grid, sources)
+    models = find_models(grid, sources)
+    questions = load_questions(grid, sources, data, limit)
+    make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
+    return Asked(grid=grid, models=models, questions=questions)
+
+
+def check_out(out: Path) -> Path:
+    """The output folder as an absolute path.
+
+    Raises InputError under a Ray job for a relative path, or one inside the job's own copy of the working
+    folder: what is written there vanishes with the job.
+    """
+    if submission_id() is not None:
+        if not out.is_absolute():
+            raise InputError(
+                f"--out {out} is relative, and under a Ray job that is a temporary copy which vanishes; "
+                "give an absolute "
+                "path on storage that every node sees"
+            )
+        if out.resolve().is_relative_to(Path.cwd().resolve()):
+            raise InputError(
+                f"--out {out} lies in the job's temporary copy of the code, which vanishes; choose another"
+            )
+    out = out.expanduser().absolute()
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; choose a folder")
+    return out
+
+
+def run_grid(request: RunRequest) -> ExitCode:
+    """Run a grid into a folder. Raises InputError for bad input; every other end is a code and a run
+    record."""
+    out = check_out(request.out)
+    asked = look_up(request.grid.grid, request.sources, data=request.data, limit=request.limit)
+    store = Store(out)
+    store.create()
+    run_id = new_run_id()
+    lock = RunLock(out / "run.lock", run_id)
+    lock.acquire(say=request.say)
+    try:
+        return _Run(request, asked, store, run_id).execute()
+    finally:
+        lock.release()
+
+
+class _Run:
+    """One run on a locked folder."""
+
+    def __init__(self, request: RunRequest, asked: Asked, store: Store, run_id: str) -> None:
+        self._request = request
+        self._asked = asked
+        self._store = store
+        self._run_id = run_id
+        self._record = RunRecord(store.out, run_id, asked.grid.digest, request.grid.text)
+        self._connection: Connection | None = None
+
+    def execute(self) -> ExitCode:
+        store, record = self._store, self._record
+        store.load(repair=True, say=self._request.say)
+        store.recover(say=self._request.say)
+        record.begin()
+        try:
+            with _signals(_interrupt):
+                works = self._works()
+                is_complete = self._run_missing(works)
+            code = outcome(store, works) if is_complete else ExitCode.INCOMPLETE
+            statuses = {ExitCode.DONE: "done", ExitCode.INCOMPLETE: "stopped"}
+            record.end(statuses.get(code, "failed"), int(code))
+        except KeyboardInterrupt:
+            code = ExitCode.INCOMPLETE
+            record.end("stopped", int(code))
+        except WorkersUnavailableError as error:
+            code = ExitCode.INCOMPLETE
+            record.end("incomplete", int(code), str(error))
+            self._request.say(f"error: {error}")
+        except BaseException as error:
+            code = ExitCode.BAD_INPUT if isinstance(error, InputError) else ExitCode.INCOMPLETE
+            record.end("error", int(code), f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if self._connection is not None:
+                self._connection.close()
+        return code
+
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = connect(self._request.address)
+            _on_signals(_interrupt)  # ray.init sets its own, which would leave no record
+            self._record.set(job_id=self._connection.job_id, ray_version=ray.__version__)
+        return self._connection
+
+    def _works(self) -> list[CellWork]:
+        asked, store, request = self._asked, self._store, self._request
+
+        def compute(folders: list[Path]) -> list[str]:
+            return fingerprint_weights(
+                request.sources.weight_fingerprint,
+                folders,
+                self._connect(),
+                asked.grid.resources.wait_seconds,
+                request.say,
+            )
+
+        cache = FingerprintCache(store.out / "fingerprints.json")
+        fingerprints = resolve_fingerprints([model.folder for model in asked.models], cache, compute)
+        works = make_cells(asked.grid, asked.models, asked.questions, fingerprints, store.inputs)
+        refuse_another_grid(store, works)
+        for questions in asked.questions:
+            store.write_inputs(questions.file_name, questions.items)
+        (store.out / "grids" / f"{self._run_id}.yaml").write_text(request.grid.text, encoding="utf-8")
+        return works
+
+    def _run_missing(self, works: Sequence[CellWork]) -> bool:
+        """Run what is not stored yet. True: now everything is; False: stopped before that."""
+        store, resources = self._store, self._asked.grid.resources
+        num_wanted = sum(len(work.keys) for work in works)
+        num_missing = sum(len(store.missing(work.cell.cell_key, work.keys)) for work in works)
+        counts = Counts(num_wanted=num_wanted, num_stored=num_wanted - num_missing)
+        self._record.set(num_keys=num_wanted, num_units=0)
+        progress = Progress(store.out / "progress.json", counts, style=self._request.style)
+        if not num_missing:
+            with progress:
+                return True
+        connection = self._connect()
+        settings = UnitSettings(
+            run_id=self._run_id,
+            device=resources.device,
+            num_actors=resources.num_actors or max(1, num_slots(resources)),
+            items_per_unit=resources.items_per_unit,
+        )
+        chains = plan_chains(works, store, settings)
+        self._record.set(num_units=sum(len(chain.units) for chain in chains))
+        with progress:
+            driver = Driver(
+                store=store,
+                record=self._record,
+                progress=progress,
+                counts=counts,
+                connection=connection,
+                resources=resources,
+                runner=self._request.runner,
+            )
+            with _signals(driver.stop):
+                is_complete = driver.run(chains)
+        self._record.set(num_failed=counts.num_failed, num_actors=counts.num_actors)
+        store.clear_staging()
+        return is_complete
+
+
+def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
+    """Raises InputError when the folder holds cells and none of them is of this grid."""
+    stored = store.cell_keys
+    if stored and not stored & {work.cell.cell_key for work in works}:
+        raise InputError(
+            f"{store.out} holds another grid: none of its {len(stored)} cells is in this one (a model's "
+            "weights count "
+            "too); choose another --out"
+        )
+
+
+def outcome(store: Store, works: Sequence[CellWork]) -> ExitCode:
+    """The exit code of a complete store: exactness first, then failed rows; only rows of this grid count."""
+    num_failed = num_inexact = 0
+    for work in works:
+        wanted = set(work.keys)
+        for shard in store.shards_of(work.cell.cell_key, work.keys):
+            num_failed += len(wanted.intersection(shard.failed))
+            if work.cell.claim == "exact":
+                num_inexact += len(wanted.intersection(shard.inexact))
+    if num_inexact:
+        return ExitCode.NOT_EXACT
+    return ExitCode.ROWS_FAILED if num_failed else ExitCode.DONE
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def _signals(action: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT do ``action`` meanwhile; only the main thread may set that, elsewhere nothing changes."""
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    _on_signals(action)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _on_signals(action: Callable[[], None]) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        action()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, handle)

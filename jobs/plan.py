@@ -1,0 +1,148 @@
+"""``dlmgrid plan GRID``: what a run would do, without doing it: cells, keys, units, cost.
+
+With ``--out`` it says what is still missing there; with ``--units FILE`` it writes the work units as JSON, for
+``dlmgrid decode`` on a machine without Ray. Weights are read only for these two, since cell keys need them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dlmgrid.cluster.cells import CellWork, make_cells
+from dlmgrid.cluster.cost import forwards_per_row
+from dlmgrid.cluster.grid import read_grid
+from dlmgrid.cluster.lock import RunLock
+from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
+from dlmgrid.cluster.run import look_up, refuse_another_grid
+from dlmgrid.cluster.sources import Sources, installed_sources
+from dlmgrid.cluster.store import Store
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.units import WorkUnit
+
+
+def command(
+    grid: Annotated[Path, typer.Argument(help="Grid file (YAML).")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output folder: plan only what is missing.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many items of each benchmark.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder with the benchmarks' data, instead of the hub.")
+    ] = None,
+    units: Annotated[
+        Path | None, typer.Option("--units", help="Write the work units as JSON; needs --out.")
+    ] = None,
+) -> None:
+    """Show a grid's cells, keys, work units and cost; decodes nothing."""
+    show_plan(grid, installed_sources(), out=out, limit=limit, data=data, units=units)
+
+
+def show_plan(
+    grid_path: Path,
+    sources: Sources,
+    *,
+    out: Path | None,
+    limit: int | None,
+    data: str | None,
+    units: Path | None,
+) -> None:
+    """Print the plan of a grid, and write its units when asked. Raises InputError for bad input."""
+    if units is not None and out is None:
+        raise InputError("--units needs --out: the units name files of the output folder")
+    grid = read_grid(grid_path).grid
+    asked = look_up(grid, sources, data=data, limit=limit)
+    store: Store | None = None
+    fingerprints = {str(model.folder): "" for model in asked.models}
+    if out is not None:
+        out = out.expanduser().absolute()
+        store = Store(out)
+        store.load(repair=False, say=typer.echo)
+        fingerprints = {str(model.folder): sources.weight_fingerprint(model.folder) for model in asked.models}
+    inputs = (out or Path()) / "inputs"
+    works = make_cells(grid, asked.models, asked.questions, fingerprints, inputs)
+    if store is not None:
+        refuse_another_grid(store, works)
+    settings = UnitSettings(
+        run_id="planned",
+        device=grid.resources.device,
+        num_actors=grid.resources.num_actors or 1,
+        items_per_unit=grid.resources.items_per_unit,
+    )
+    chains = plan_chains(works, store, settings)
+    _print_cells(works, store, shows_keys=store is not None)
+    _print_totals(works, chains, store)
+    if units is not None and store is not None:
+        store.create()
+        lock = RunLock(store.out / "run.lock", "plan")
+        lock.acquire()
+        try:
+            for questions in asked.questions:
+                store.write_inputs(questions.file_name, questions.items)
+        finally:
+            lock.release()
+        write_units(units, chains, store)
+        typer.echo(f"wrote {sum(len(chain.units) for chain in chains)} units to {units}")
+
+
+def write_units(path: Path, chains: Sequence[Chain], store: Store) -> None:
+    """Write units as a JSON list, references before what needs them; files of references are named in advance."""
+    planned: list[WorkUnit] = []
+    for chain in chains:
+        for unit in chain.units:
+            shards: tuple[str, ...] = ()
+            if chain.reference is not unit:
+                stored = store.shards_of(unit.cell.reference().cell_key, unit.keys)
+                shards = tuple(str(store.path_of(shard.unit_key)) for shard in stored)
+                if chain.reference is not None:
+                    shards += (str(store.staging / f"{chain.reference.unit_key}.parquet"),)
+            output = str(store.staging / f"{unit.unit_key}.parquet")
+            planned.append(replace(unit, output=output, reference_shards=shards))
+    path.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
+
+
+def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: bool) -> None:
+    table = Table(box=None, pad_edge=False)
+    names = ["model", "benchmark", "T", "decoder", "method", "D", "rows", "missing", "forwards/row ≤"]
+    for name in ["cell", *names] if shows_keys else names:
+        table.add_column(
+            name, justify="left" if name in ("cell", "model", "benchmark", "method") else "right"
+        )
+    for work in works:
+        cell = work.cell
+        missing = len(work.keys if store is None else store.missing(cell.cell_key, work.keys))
+        decoder = cell.decoder if cell.threshold is None else f"{cell.decoder} {cell.threshold:g}"
+        values = [
+            f"{cell.model}@{cell.revision}" if cell.revision else cell.model,
+            cell.benchmark,
+            f"{cell.temperature:g}",
+            decoder if cell.commits_per_step == 1 else f"{decoder} {cell.commits_per_step}",
+            cell.method,
+            str(cell.budget),
+            str(len(work.keys)),
+            str(missing),
+            str(forwards_per_row(cell)),
+        ]
+        table.add_row(*([cell.cell_key, *values] if shows_keys else values))
+    Console(width=160).print(table)
+
+
+def _print_totals(works: Sequence[CellWork], chains: Sequence[Chain], store: Store | None) -> None:
+    num_rows = sum(len(work.keys) for work in works)
+    units = [unit for chain in chains for unit in chain.units]
+    num_missing = sum(len(unit.keys) for unit in units)
+    forwards = sum(forwards_per_row(unit.cell) * len(unit.keys) for unit in units)
+    where = "" if store is None else f" in {store.out}"
+    typer.echo(
+        f"{len(works)} cells, {num_rows} rows, {num_missing} missing{where}: {len(units)} units in {len(chains)} "
+        f"chains; at most {forwards} sample forwards (drafting saves some of them, packing shares them)"
+    )

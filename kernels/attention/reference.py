@@ -1,0 +1,254 @@
+"""Torch twin of block attention: each segment (one block of one sample) attends to the cached positions
+before its block and, without a mask, to its own block.
+
+Shapes: N segments, L block length, Hq query heads, Hkv key heads (Hq a multiple: grouped queries), d head
+width, M = Hq / Hkv * L query rows that share a key head. The cache of one layer is [slots, tiles, Hkv,
+TILE_KEYS, d]: position p of a slot is key p % TILE_KEYS of tile p // TILE_KEYS.
+
+Reduction tree, fixed by absolute positions alone:
+
+    tile    TILE_KEYS keys from a multiple of TILE_KEYS; absent keys score -inf
+    split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018),
+    from zero row     its splits merged in ascending order
+
+all in fp32. L divides TILE_KEYS and blocks lie on the grid of L, so the own block is inside the last tile;
+that tile is put together from cache and own keys and reduced as one, so a block gives the same bits whether
+earlier keys come from the cache or were written to it by the same pass. Every matrix product has one fixed
+shape ([M, d] by [d, TILE_KEYS], [M, TILE_KEYS] by [TILE_KEYS, d]), whatever is packed beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_KEYS = 64
+SPLIT_KEYS = 512
+TILES_PER_SPLIT = SPLIT_KEYS // TILE_KEYS
+
+_SCORES_AT_ONCE = 1 << 23
+"""Scores of one group held at once: bounds memory (32 MiB) and keeps a group near the caches. Not part of the
+tree: segments are independent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileGroup:
+    """Segments of one pass whose blocks end in the same tile. Tensors lie on the pass's device."""
+
+    num_tiles: int
+    segments: Tensor  # [n] int64, rows of the pass
+    slots: tuple[int, ...]
+    slot_index: Tensor  # [n] int64
+    block_in_tile: Tensor  # [n] int64: which of the TILE_KEYS / L blocks of the last tile is the own one
+    absent: Tensor  # [n, TILE_KEYS] bool: keys of the last tile beyond the own block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """What every layer of one pass shares: where each segment's keys are."""
+
+    block_length: int
+    num_segments: int
+    groups: tuple[TileGroup, ...]
+
+
+def plan_attention(
+    slots: Sequence[int], block_starts: Sequence[int], block_length: int, device: torch.device | str = "cpu"
+) -> AttentionPlan:
+    """Group the segments of a pass by the number of tiles they read.
+
+    Raises ValueError where a block length does not divide the tile or a block is off its grid.
+    """
+    if not 1 <= block_length <= TILE_KEYS or TILE_KEYS % block_length:
+        raise ValueError(f"block length {block_length} does not divide the key tile of {TILE_KEYS}")
+    by_tiles: dict[int, list[int]] = {}
+    for segment, start in enumerate(block_starts):
+        if start < 0 or start % block_length:
+            raise ValueError(f"segment {segment}: block start {start} is not on the grid of {block_length}")
+        by_tiles.setdefault(start // TILE_KEYS + 1, []).append(segment)
+    keys = torch.arange(TILE_KEYS)
+    groups = []
+    for num_tiles, segments in sorted(by_tiles.items()):
+        offsets = torch.tensor([block_starts[segment] % TILE_KEYS for segment in segments])
+        group_slots = tuple(slots[segment] for segment in segments)
+        groups.append(
+            TileGroup(
+                num_tiles=num_tiles,
+                segments=torch.tensor(segments).to(device),
+                slots=group_slots,
+                slot_index=torch.tensor(group_slots).to(device),
+                block_in_tile=(offsets // block_length).to(device),
+                absent=(keys[None, :] >= offsets[:, None] + block_length).to(device),
+            )
+        )
+    return AttentionPlan(block_length=block_length, num_segments=len(block_starts), groups=tuple(groups))
+
+
+def write_cache(cache: Tensor, values: Tensor, slots: Tensor, block_starts: Tensor) -> None:
+    """Put ``values`` [n, L, Hkv, d] of n blocks into ``cache`` [slots, tiles, Hkv, TILE_KEYS, d] in place.
+
+    ``slots`` and ``block_starts`` are [n] integers; every (slot, block) at most once.
+    """
+    length = values.shape[1]
+    by_block = cache.unflatten(3, (TILE_KEYS // length, length))
+    tiles = torch.div(block_starts, TILE_KEYS, rounding_mode="floor")
+    blocks = torch.div(block_starts % TILE_KEYS, length, rounding_mode="floor")
+    by_block[slots, tiles, :, blocks] = values.transpose(1, 2)
+
+
+def block_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from ``queries`` [N, L, Hq, d] to prefix and own block (``keys``, ``values`` [N, L, Hkv, d]).
+
+    Returns the output [N, L, Hq, d] in the queries' dtype and the natural-log-sum-exp of the scaled scores
+    [N, L, Hq] in fp32. ``scale`` is d^-0.5 unless given. Blocks that a pass stores must be in the cache
+    before this is called. With bf16 values the probabilities are rounded to bf16 before their product, as
+    tensor cores take them.
+    """
+    num, length, num_heads, width = queries.shape
+    num_kv_heads = keys.shape[2]
+    if (
+        num_heads % num_kv_heads
+        or keys.shape != (num, length, num_kv_heads, width)
+        or values.shape != keys.shape
+    ):
+        raise ValueError(
+            f"block_attention: {tuple(queries.shape)} queries do not fit {tuple(keys.shape)} keys"
+        )
+    if (num, length) != (plan.num_segments, plan.block_length):
+        raise ValueError(
+            f"block_attention: the plan is for {plan.num_segments} blocks of {plan.block_length}"
+        )
+    scale = width**-0.5 if scale is None else scale
+    group = num_heads // num_kv_heads
+    # [N, L, Hkv, G, d] -> [N, Hkv, G * L, d]: the rows that share a key head
+    rows = (
+        queries.float()
+        .unflatten(2, (num_kv_heads, group))
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num, num_kv_heads, group * length, width)
+    )
+    output = torch.empty_like(rows)
+    log_sums = rows.new_empty(rows.shape[:3])
+    for tiles in plan.groups:
+        step = max(1, _SCORES_AT_ONCE // (tiles.num_tiles * num_kv_heads * group * length * TILE_KEYS))
+        for first in range(0, len(tiles.slots), step):
+            part = slice(first, first + step)
+            index = tiles.segments[part]
+            output[index], log_sums[index] = _attend_group(
+                rows[index], keys[index], values[index], key_cache, value_cache, tiles, part, scale
+            )
+    by_head = output.view(num, num_kv_heads, group, length, width).permute(0, 3, 1, 2, 4)
+    return (
+        by_head.reshape(num, length, num_heads, width).to(queries.dtype),
+        log_sums.view(num, num_kv_heads, group, length).permute(0, 3, 1, 2).reshape(num, length, num_heads),
+    )
+
+
+def _attend_group(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tiles: TileGroup,
+    part: slice,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Segments that read the same number of tiles: output [n, Hkv, M, d] and log-sum-exp [n, Hkv, M]."""
+    num, num_kv_heads, num_rows, width = rows.shape
+    full = tiles.num_tiles - 1
+    slots = tiles.slots[part]
+    absent = tiles.absent[part]
+
+    last_keys = _last_tile(key_cache, keys, tiles, part).float()
+    last_values = _last_tile(value_cache, values, tiles, part).float()
+    last_values.masked_fill_(absent[:, None, :, None], 0.0)
+    last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2)).unflatten(
+        0, (num, num_kv_heads)
+    )
+    last.mul_(scale).masked_fill_(absent[:, None, None, :], -math.inf)
+    last_maximum = last.amax(-1)
+    if not full:
+        weights = last.sub_(last_maximum[..., None]).exp_()
+        sums = weights.sum(-1)
+        output = _weigh(weights, last_values, value_cache.dtype)
+        return output.div_(sums[..., None]), last_maximum.add_(sums.log())
+
+    # tiles that lie whole in the cache: shared by the branches of a sample, read in place
+    prefix_keys = {slot: key_cache[slot, :full].float().flatten(0, 1).transpose(1, 2) for slot in set(slots)}
+    prefix_values = {slot: value_cache[slot, :full].float().flatten(0, 1) for slot in set(slots)}
+    scores = rows.new_empty((num, full, num_kv_heads, num_rows, TILE_KEYS))
+    for segment, slot in enumerate(slots):
+        repeated = rows[segment].expand(full, -1, -1, -1).reshape(full * num_kv_heads, num_rows, width)
+        torch.bmm(repeated, prefix_keys[slot], out=scores[segment].flatten(0, 1))
+    scores.mul_(scale)
+
+    # maximum[t]: the running maximum of a split after its tile t
+    maximum = torch.cat([scores.amax(-1), last_maximum[:, None]], 1)
+    for tile in range(1, full + 1):
+        if tile % TILES_PER_SPLIT:
+            torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
+    decay = maximum[:, :-1].sub(maximum[:, 1:]).exp_()  # read only inside a split
+    scores.sub_(maximum[:, :-1, ..., None]).exp_()
+    last.sub_(maximum[:, -1, ..., None]).exp_()
+    sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)
+    outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))
+    rounded = scores.to(value_cache.dtype).float()
+    for segment, slot in enumerate(slots):
+        torch.bmm(
+            rounded[segment].flatten(0, 1), prefix_values[slot], out=outputs[segment, :full].flatten(0, 1)
+        )
+    outputs[:, full] = _weigh(last, last_values, value_cache.dtype)
+
+    merged: tuple[Tensor, Tensor, Tensor] | None = None
+    for first in range(0, full + 1, TILES_PER_SPLIT):
+        stop = min(first + TILES_PER_SPLIT, full + 1)
+        total, output = sums[:, first], outputs[:, first]
+        for tile in range(first + 1, stop):
+            total = total.mul_(decay[:, tile - 1]).add_(sums[:, tile])
+            output = output.mul_(decay[:, tile - 1, ..., None]).add_(outputs[:, tile])
+        split = (maximum[:, stop - 1], total, output)
+        merged = split if merged is None else _merge(merged, split)
+    assert merged is not None
+    maximum, total, output = merged
+    return output / total[..., None], maximum + total.log()
+
+
+def _merge(
+    left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Join two splits, each (maximum, sum, unnormalised output), the earlier one first."""
+    maximum = torch.maximum(left[0], right[0])
+    left_factor, right_factor = (left[0] - maximum).exp_(), (right[0] - maximum).exp_()
+    total = left[1] * left_factor + right[1] * right_factor
+    output = left[2] * left_factor[..., None] + right[2] * right_factor[..., None]
+    return maximum, total, output
+
+
+def _weigh(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weights`` [n, Hkv, M, TILE], rounded to ``dtype``, times ``values`` [n, Hkv, TILE, d], in fp32."""
+    rounded = weights.to(dtype).float()
+    product = torch.bmm(rounded.flatten(0, 1), values.flatten(0, 1))
+    return product.view(*weights.shape[:3], values.shape[3])
+
+
+def _last_tile(cache: Tensor, own: Tensor, tiles: TileGroup, part: slice) -> Tensor:
+    """The tile with the own block, from the cache and ``own`` [n, L, Hkv, d]: [n, Hkv, TILE, d]."""
+    num, length = own.shape[:2]
+    tile = cache[tiles.slot_index[part], tiles.num_tiles - 1]
+    by_block = tile.unflatten(2, (TILE_KEYS // length, length))
+    by_block[torch.arange(num, device=tile.device), :, tiles.block_in_tile[part]] = own.transpose(1, 2)
+    return tile

@@ -1,0 +1,12 @@
+"""The passes over the logits: token choice, its probability, the stale summary, and the row digest."""
+
+from dlmgrid.kernels.logits.reference import (
+    NUM_CANDIDATES,
+    Choice,
+    Summary,
+    choose,
+    row_digests,
+    summarize,
+)
+
+__all__ = ["NUM_CANDIDATES", "Choice", "Summary", "choose", "row_digests", "summarize"]

@@ -1,0 +1,5 @@
+"""Rotary position embedding."""
+
+from dlmgrid.kernels.rotary.reference import apply_rotary, rotary_tables
+
+__all__ = ["apply_rotary", "rotary_tables"]

@@ -1,0 +1,95 @@
+"""The grid file: what it accepts, and the one line it gives for what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlmgrid.cluster.grid import parse_grid, read_grid
+from dlmgrid.workers.errors import InputError
+
+GOOD = """
+name: demo
+models: [reference, {path: weights/8b, revision: abc, dtype: bfloat16, block_length: 32, chat_template: chatml}]
+benchmarks: [words, {name: gsm8k, limit: 8, num_fewshot: 0, gen_length: 128}]
+temperatures: [0, 0.7]
+methods: [none, ssd, {name: confidence_tree, budgets: [8]}]
+budgets: [6, 12]
+"""
+
+
+def change(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def test_short_and_long_forms_mean_the_same() -> None:
+    grid = parse_grid(GOOD, "grid.yaml")
+    assert [model.path for model in grid.models] == ["reference", "weights/8b"]
+    assert grid.benchmarks[1].limit == 8
+    assert [method.budgets for method in grid.methods] == [None, None, [8]]
+    assert [decoder.name for decoder in grid.decoder] == ["static"]
+    assert grid.resources.num_gpus == 0
+    long = parse_grid(GOOD.replace("[words,", "[{name: words},"), "grid.yaml")
+    assert long == grid
+
+
+def test_the_digest_ignores_resources_only() -> None:
+    plain = parse_grid(GOOD, "g")
+    assert parse_grid(GOOD + "resources: {num_actors: 3}", "g").digest == plain.digest
+    assert parse_grid(GOOD + "seed: 1", "g").digest != plain.digest
+
+
+def test_decoders_are_an_axis() -> None:
+    grid = parse_grid(GOOD + "decoder: [static, {name: threshold, threshold: 0.9}]", "g")
+    assert [(decoder.name, decoder.threshold) for decoder in grid.decoder] == [
+        ("static", None),
+        ("threshold", 0.9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "g: the grid is empty"),
+        ("[1, 2]", "g: the grid is empty or not a mapping"),
+        ("name: [", "g: not valid YAML"),
+        (GOOD + "name: twice", "g: not valid YAML: key 'name' is given twice"),
+        (GOOD + "temperature: 1", "g: unknown key 'temperature'; did you mean 'temperatures'?"),
+        (change("limit: 8", "limits: 8"), r"g: benchmarks\[1\]: unknown key 'limits'; did you mean 'limit'?"),
+        (GOOD + "resources: {actors: 1}", "g: resources: unknown key 'actors'; did you mean 'num_actors'?"),
+        (change("name: demo", ""), "g: name: missing; add it"),
+        (change("[0, 0.7]", "[]"), "g: temperatures: the list is empty; name at least one"),
+        (change("[none, ssd, {name: confidence_tree, budgets: [8]}]", "[]"), "g: methods: the list is empty"),
+        (change("[6, 12]", "[6, -1]"), r"g: budgets\[1\]: budget -1 is impossible; .* is 0 to 4096"),
+        (change("[8]", "[4097]"), r"g: methods\[2\].budgets\[0\]: budget 4097 is impossible"),
+        (change("[6, 12]", "[6, many]"), r"g: budgets\[1\]: should be a valid integer .*\(found 'many'\)"),
+        (change("[6, 12]", "[true]"), r"g: budgets\[0\]: should be a valid integer"),
+        (change("[6, 12]", "6"), r"g: budgets: should be a valid list \(found 6\)"),
+        (change("budgets: [6, 12]", ""), "g: method 'ssd' needs budgets; add budgets:"),
+        (change("[0, 0.7]", "[-0.1]"), r"g: temperatures\[0\]: should be greater than or equal to 0 \(found -0.1\)"),
+        (change("[0, 0.7]", "[.nan]"), r"g: temperatures\[0\]: should be a finite number"),
+        (change("bfloat16", "fp8"), r"g: models\[1\].dtype: 'fp8' is not one of 'float32' or 'bfloat16'"),
+        (GOOD + "decoder: {name: threshold}", r"g: decoder\[0\]: threshold must lie strictly between 0 and 1"),
+        (GOOD + "decoder: {name: threshold, threshold: 1.0}", "strictly between 0 and 1 .found 1.0."),
+        (GOOD + "decoder: {name: static, threshold: 0.9}", "threshold belongs to the threshold decoder"),
+        (GOOD + "decoder: {name: threshold, threshold: 0.9, commits_per_step: 2}", "belongs to the static decoder"),
+        (GOOD + "verification: exact", "g: verification: 'exact' is not one of 'coupled', 'uncoupled'"),
+        (GOOD + "kernels: triton", "g: kernels: triton needs resources.device: cuda"),
+        (GOOD + "resources: {gpus_per_actor: 1}", "g: resources: gpus_per_actor needs device: cuda"),
+        (GOOD + "resources: {device: cuda, gpus_per_actor: 0}", "needs gpus_per_actor above 0"),
+        (GOOD + "repeats: 0", "g: repeats: should be greater than or equal to 1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        parse_grid(text, "g")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_grid_file_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such grid file"):
+        read_grid(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_grid(tmp_path)

@@ -1,0 +1,107 @@
+"""From an answer to a program: code comes in fences, in prose, as a bare body, without its imports."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from dlmgrid.workers.benchmarks.code_extraction import extract_program
+
+pytest.importorskip("evalplus")
+
+PROMPT = '''import math
+from typing import List
+
+
+def halve(x):
+    """ Half of x. """
+    return x / 2
+
+
+def total(values: List[float], start: float = 0) -> float:
+    """ Sum of the halves of values, from start. """
+'''
+BODY = """    result = start
+    for value in values:
+        result += halve(value)
+    return result
+"""
+FUNCTION = f"def total(values: List[float], start: float = 0) -> float:\n{BODY}"
+HELPED = (
+    "from functools import reduce\n\n\ndef add(a, b):\n    return a + halve(b)\n\n\n"
+    "def total(values: List[float], start: float = 0) -> float:\n    return reduce(add, values, start)\n"
+)
+
+ANSWERS = {
+    "whole prompt again": PROMPT + BODY,
+    "closed fence": PROMPT + BODY + "```\n\nThis adds up the halves.",
+    "function without the prompt's imports and helper": FUNCTION,
+    "indented body": BODY,
+    "newline and indented body": "\n" + BODY,
+    "body that lost its first indent": BODY.lstrip(),
+    "body without any indent": textwrap.dedent(BODY),
+    "body and closed fence": BODY + "```\nDone.",
+    "tabs": BODY.replace("    ", "\t"),
+    "windows line ends": FUNCTION.replace("\n", "\r\n"),
+    "own fence": f"```python\n{FUNCTION}```\n",
+    "fence without language": f"```\n{FUNCTION}```\n",
+    "prose then fence": f"```\n\nHere is the function:\n\n```python\n{FUNCTION}```\nIt runs in O(n).",
+    "prose on the fence's line": f"Sure! ```python\n{FUNCTION}```",
+    "prose without fence": f"Here is the solution.\n\n{FUNCTION}\nThat's all, folks: it's O(n).",
+    "unclosed fence": f"Of course:\n```python\n{FUNCTION}",
+    "imports and helpers": f"```python\n{HELPED}```",
+    "indented in a list": "1. Code:\n\n   ```python\n"
+    + "".join(f"   {x}\n" for x in FUNCTION.splitlines())
+    + "   ```",
+    "example call after it": f"{FUNCTION}\nprint(total([1, 2]))\nassert total([2]) == 1\n",
+    "main block after it": f'{FUNCTION}\nif __name__ == "__main__":\n    print(total([1]))\n',
+    "run-on cut in the middle": f"{FUNCTION}\ndef other(values):\n    return [value for",
+    "end of text strings": f"{FUNCTION}<|endoftext|>def total(values):\n    return 0\n",
+    "future import": f"from __future__ import annotations\n\n{FUNCTION}",
+    "second fence has tests": f"{FUNCTION}```\nTests:\n```python\ndef test():\n    return total([])\n```",
+}
+
+
+@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
+def test_right_answer_in_any_wrapping(text: str) -> None:
+    program = extract_program(text, PROMPT, "total").program
+    names: dict[str, object] = {}
+    exec(compile(program, "answer", "exec"), names)  # noqa: S102
+    assert names["total"]([2, 4], 1) == 4  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "   \n",
+        "I cannot do that.",
+        "```python\n```",
+        "def total(values, start):\n    '''Sum.'''\n",
+        "\x00",
+        "def total(" * 500,
+    ],
+    ids=["empty", "blank", "prose", "empty fence", "docstring only", "null byte", "unclosed"],
+)
+def test_no_answer_gives_no_working_function(text: str) -> None:
+    program = extract_program(text, PROMPT, "total").program
+    names: dict[str, object] = {}
+    try:
+        exec(compile(program, "answer", "exec"), names)  # noqa: S102
+        assert names["total"]([2, 4], 1) != 4  # type: ignore[operator]
+    except (SyntaxError, ValueError, KeyError, NameError):
+        return
+
+
+def test_tells_how_the_program_was_found() -> None:
+    assert extract_program(FUNCTION, PROMPT, "total").found == "function"
+    assert extract_program(BODY, PROMPT, "total").found == "body"
+    assert extract_program("x = 1", PROMPT, "total").found == "longest"
+
+
+def test_wrong_code_stays_wrong() -> None:
+    program = extract_program(FUNCTION.replace("+=", "-="), PROMPT, "total").program
+    names: dict[str, object] = {}
+    exec(compile(program, "answer", "exec"), names)  # noqa: S102
+    assert names["total"]([2, 4], 1) == -2  # type: ignore[operator]

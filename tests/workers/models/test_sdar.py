@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlmgrid.workers.models.checkpoint import stream_tensors
+from dlmgrid.workers.models.sdar import load_weights, weights_from_tensors
+from dlmgrid.workers.models.synthetic import tiny_config, write_random_checkpoint
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_land_where_they_belong_whatever_the_shards(tied: bool, tmp_path: Path) -> None:
+    config = tiny_config(tie_word_embeddings=tied)
+    write_random_checkpoint(tmp_path / "model", config, num_shards=3)
+    tensors = dict(stream_tensors(tmp_path / "model"))
+    weights = load_weights(tmp_path / "model", config, "cpu", torch.float32)
+    layer = weights.layers[1]
+    prefix = "model.layers.1."
+    heads = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(layer.qkv, torch.cat(heads))
+    both = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.gate_up, torch.cat(both))
+    assert torch.equal(layer.down, tensors[prefix + "mlp.down_proj.weight"])
+    assert torch.equal(layer.output, tensors[prefix + "self_attn.o_proj.weight"])
+    assert layer.k_norm is not None
+    assert torch.equal(layer.k_norm, tensors[prefix + "self_attn.k_norm.weight"])
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert weights.head.shape == (320, config.hidden_size)
+    assert torch.equal(weights.head[: config.vocab_size], head)
+    assert not weights.head[config.vocab_size :].any()
+    again = weights_from_tensors(tensors, config)
+    assert all(torch.equal(a, b) for a, b in zip(weights.tensors(), again.tensors(), strict=True))
+
+
+def test_bytes_are_counted_once_and_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_random_checkpoint(tmp_path / "model", config)
+    padding = (320 - config.vocab_size) * config.hidden_size
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        weights = load_weights(tmp_path / "model", config, "cpu", dtype)
+        assert {tensor.dtype for tensor in weights.tensors()} == {dtype}
+        assert weights.num_bytes == size * (config.num_parameters + padding)
+
+
+def test_a_missing_tensor_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"model\.embed_tokens"):
+        weights_from_tensors({}, tiny_config())

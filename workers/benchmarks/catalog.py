@@ -1,0 +1,30 @@
+"""The benchmarks by name. Free of torch and of every scoring package."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from dlmgrid.workers.benchmarks.benchmark import Benchmark
+from dlmgrid.workers.benchmarks.generated_benchmarks import FUNCTIONS, WORDS
+from dlmgrid.workers.benchmarks.gsm8k import GSM8K, GSM8K_QUESTION
+from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK
+from dlmgrid.workers.errors import InputError
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (WORDS, FUNCTIONS, GSM8K, GSM8K_QUESTION, HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK)
+}
+
+
+def benchmark_names() -> tuple[str, ...]:
+    """Names of all benchmarks, in the order in which they are listed."""
+    return tuple(BENCHMARKS)
+
+
+def get_benchmark(name: str) -> Benchmark:
+    """The benchmark called ``name``. Raises InputError naming the nearest one."""
+    if name in BENCHMARKS:
+        return BENCHMARKS[name]
+    nearest = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else ""
+    raise InputError(f"unknown benchmark {name!r}: {hint} Known: {', '.join(BENCHMARKS)}")

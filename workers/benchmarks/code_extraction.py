@@ -1,0 +1,123 @@
+"""From a model's answer to a program that defines the function asked for.
+
+The answer continues a prompt that may have opened a code fence, and models then do one of four things: go on
+with the code; close the fence and open another after some prose; write only the indented body that continues
+the given signature; or talk. EvalPlus' ``sanitize`` does the trimming; this module chooses what to hand to
+it, and puts back what the prompt had given to the model (imports and helper functions), because an answer may
+rely on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+END_OF_TEXT = ("<|endoftext|>", "<|endofmask|>", "</s>")
+_FENCE = re.compile(r"```[^\n`]*\n?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extraction:
+    """A program and how it was found: ``function``, ``body``, ``longest`` or ``unparsable``."""
+
+    program: str
+    found: str
+
+
+def extract_program(text: str, prompt: str, entry_point: str) -> Extraction:
+    """The program that ``text`` amounts to as an answer to ``prompt``, which asks for ``entry_point``.
+
+    Never raises: what no parser accepts comes back as it is, found ``unparsable``, and fails when it is run.
+    """
+    for stop in END_OF_TEXT:
+        text = text.split(stop, 1)[0]
+    text = text.replace("\t", "    ").replace("\r\n", "\n")
+    try:
+        return _extract(text, prompt, entry_point)
+    except (
+        RecursionError,
+        MemoryError,
+        ValueError,
+        SyntaxError,
+    ):  # null bytes, lone surrogates, deep nesting
+        return Extraction(program=text, found="unparsable")
+
+
+def _extract(text: str, prompt: str, entry_point: str) -> Extraction:
+    from evalplus.sanitize import sanitize
+
+    definition = re.compile(
+        rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}[ \t]*\(", re.MULTILINE
+    )
+    stretches = _FENCE.split(text)
+    for stretch in stretches:
+        if definition.search(stretch):
+            program = sanitize(textwrap.dedent(stretch), entry_point)
+            if _defines(program, entry_point):
+                return Extraction(program=with_context(program, prompt, entry_point), found="function")
+    for continuation in _bodies(stretches[0]):
+        program = sanitize(f"{prompt.rstrip()}\n{continuation}", entry_point)
+        if _defines(program, entry_point):
+            return Extraction(program=with_context(program, prompt, entry_point), found="body")
+    program = sanitize(text, entry_point)
+    return Extraction(program=with_context(program, prompt, entry_point), found="longest")
+
+
+def _bodies(stretch: str) -> Iterator[str]:
+    """Ways to read ``stretch`` as a body: as it stands, indented, or with its first line's indent lost."""
+    body = stretch.strip("\n")
+    if not body.strip():
+        return
+    if body[0] == " ":
+        yield body
+        yield textwrap.indent(textwrap.dedent(body), "    ")
+    else:
+        yield "    " + body
+        yield textwrap.indent(body, "    ")
+
+
+def _defines(program: str, entry_point: str) -> bool:
+    """Whether ``program`` defines the function at top level with more in it than a docstring."""
+    try:
+        tree = ast.parse(program)
+    except SyntaxError:
+        return False
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
+            body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+            return bool(body)
+    return False
+
+
+def with_context(program: str, prompt: str, entry_point: str) -> str:
+    """``program`` preceded by the imports and helper definitions of ``prompt`` that it lacks."""
+    try:
+        own = ast.parse(program).body
+    except SyntaxError:
+        return program
+    defined = {name for node in own for name in _names(node)}
+    imports = {ast.unparse(node) for node in own if isinstance(node, ast.Import | ast.ImportFrom)}
+    context = []
+    for node in ast.parse(prompt).body:
+        source = ast.get_source_segment(prompt, node)
+        assert source is not None
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if ast.unparse(node) not in imports:
+                context.append(source)
+        elif entry_point not in _names(node) and not (_names(node) & defined):
+            context.append(source)
+    future = [line for line in program.split("\n") if line.startswith("from __future__ ")]
+    rest = [line for line in program.split("\n") if not line.startswith("from __future__ ")]
+    return "\n".join([*future, *context, *rest])
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """Names that a top-level statement binds, imports aside."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return set()

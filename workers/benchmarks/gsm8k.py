@@ -1,0 +1,117 @@
+"""GSM8K, with the prompts of lm-eval's task ``gsm8k`` (version 3) as chat, or the bare question as chat.
+
+Example document::
+
+    {"question": "A robe takes 2 bolts of blue fiber and half that much white fiber. …",
+     "answer": "It takes 2/2=<<2/2=1>>1 bolt of white fiber\\n…\\n#### 3"}
+
+``gsm8k`` renders what ``lm_eval --tasks gsm8k --apply_chat_template`` renders: the user turn is
+``Question: …\\nAnswer:``; few-shot examples are earlier turns of the chat (lm-eval's default under a chat
+template), drawn from the train split by lm-eval's sampler with its default seed. The papers' setting is
+zero-shot. ``gsm8k_question`` asks the question alone: the form on which chat models are usually tuned. Both
+are rendered here without importing lm-eval; a test holds them against lm-eval's own rendering.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
+from dlmgrid.workers.benchmarks.data import GSM8K_REVISION, GSM8K_TEST, GSM8K_TRAIN, load_rows
+from dlmgrid.workers.items import Item
+
+TASK_NAME = "gsm8k"
+TASK_VERSION = "3.0"
+# lm-eval's --seed is 0,1234,1234,1234: the last one draws few-shot examples, and it is not our decoding seed.
+FEWSHOT_SEED = 1234
+
+
+def _question_turn(question: str) -> str:
+    return f"Question: {question}\nAnswer:"
+
+
+def _load(data: str | Path | None, limit: int | None, num_fewshot: int, *, bare: bool) -> list[Item]:
+    documents = load_rows(GSM8K_TEST, data)[:limit]
+    examples = load_rows(GSM8K_TRAIN, data) if num_fewshot else []
+    # lm-eval draws examples document after document from one generator, so item i depends on all before it.
+    generator = Random(FEWSHOT_SEED)
+    items = []
+    for index, document in enumerate(documents):
+        messages = []
+        for example in generator.sample(examples, num_fewshot) if num_fewshot else []:
+            messages.append({"role": "user", "content": _question_turn(example["question"])})
+            messages.append({"role": "assistant", "content": example["answer"]})
+        question = document["question"]
+        messages.append({"role": "user", "content": question if bare else _question_turn(question)})
+        items.append(Item(item_id=f"gsm8k/{index}", messages=messages, document=document))
+    return items
+
+
+def _load_lm_eval(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
+    return _load(data, limit, num_fewshot, bare=False)
+
+
+def _load_question(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
+    return _load(data, limit, num_fewshot, bare=True)
+
+
+def _scorer_version() -> str:
+    return f"lm_eval {package_version('lm_eval')}, task {TASK_NAME} {TASK_VERSION}"
+
+
+LM_EVAL_SCORER = Scorer(
+    name="lm-eval",
+    metrics=("exact_match,strict-match", "exact_match,flexible-extract"),
+    runs_code=False,
+    summary="lm-eval's task gsm8k: its two filters, then its exact_match",
+    version=_scorer_version,
+)
+
+_EXTRACTION = (
+    "Two extractors, reported side by side under lm-eval's names. strict-match: the first `#### N`. "
+    "flexible-extract: the last number in the text. exact_match then ignores case, commas, $, text before "
+    "`#### `, and a final dot; 29.0 and 29 differ, as they do in lm-eval."
+)
+_STOP = (
+    "the model's stop token or the generation length. lm-eval's own stop strings "
+    "(`Question:`, `</s>`, `<|im_end|>`) are not applied while decoding: the text is cut at the first of "
+    "them before it is scored, as lm-eval's models do"
+)
+
+GSM8K = Benchmark(
+    name="gsm8k",
+    title="GSM8K (test)",
+    source=f"openai/gsm8k, main, test, revision {GSM8K_REVISION}",
+    chat=True,
+    prompt=(
+        "lm-eval's gsm8k: the user turn is `Question: …\\nAnswer:`; few-shot examples from the train split, "
+        f"drawn with lm-eval's sampler and seed {FEWSHOT_SEED}, are earlier turns"
+    ),
+    default_gen_length=256,
+    max_fewshot=32,
+    stop=_STOP,
+    extraction=_EXTRACTION,
+    postprocessing="none",
+    scorers=(LM_EVAL_SCORER,),
+    scoring="dlmgrid.workers.benchmarks.lm_eval_task",
+    versions=lambda num_fewshot: f"lm-eval-gsm8k-{TASK_VERSION}/chat/{num_fewshot}-shot",
+    loader=_load_lm_eval,
+)
+
+GSM8K_QUESTION = Benchmark(
+    name="gsm8k_question",
+    title="GSM8K (test), question alone",
+    source=GSM8K.source,
+    chat=True,
+    prompt="the question alone as the user turn, zero-shot",
+    default_gen_length=256,
+    max_fewshot=0,
+    stop=_STOP,
+    extraction=_EXTRACTION,
+    postprocessing="none",
+    scorers=(LM_EVAL_SCORER,),
+    scoring="dlmgrid.workers.benchmarks.lm_eval_task",
+    versions=lambda num_fewshot: f"gsm8k-question-1/chat/{num_fewshot}-shot",
+    loader=_load_question,
+)

@@ -1,0 +1,1 @@
+"""The decoder: states, noise, commit rules, verification and the loop that joins them."""

@@ -1,0 +1,374 @@
+"""The decode loop: draft, verify, walk, commit; many samples in flight in one packed pass.
+
+A sample's life: prefill of its whole prompt blocks (one pass that stores keys and values), then block by block:
+rounds of denoising until no mask is left, and one commit pass that stores the finished block. The prompt's tail
+stands, fixed, at the head of the first generated block. After the commit pass of a block the sample ends if the
+block holds a stop id past the prompt, or the canvas is full.
+
+The canvas is the whole blocks that cover prompt + gen_length; forwards count all of it; the output is cut at
+gen_length and through the first stop id. Every pass in which a sample takes part is one forward of that sample.
+
+Source of the block loop, the prompt tail and the commit pass: ``generate.py`` of JetAstra/SDAR.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.snapshot import Snapshots
+from dlmgrid.workers.decoding.state import MASKED
+from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.decoding.verification import TransitionRule, WalkedSteps, walk
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+
+STOP_POLICIES = ("eos", "none")
+VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
+
+
+class Target(Protocol):
+    """The model as the decoder sees it: packed passes over whole blocks, and the head."""
+
+    num_slots: int
+    max_length: int
+    device: torch.device
+
+    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor: ...
+
+    def logits(self, rows: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeSettings:
+    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``."""
+
+    block_length: int
+    gen_length: int
+    budget: int
+    temperature: float
+    rule: CommitRule
+    noise: NoiseTable
+    stop_token_ids: tuple[int, ...]
+    verification: str = "coupled"
+    stop: str = "eos"
+    profiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        if self.stop not in STOP_POLICIES:
+            raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
+        if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
+            raise ValueError("budget and temperature must not be negative, gen_length must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What to continue: ``token_ids`` of the rendered prompt, with the identity that its noise hangs on."""
+
+    item_id: str
+    repeat: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Seconds:
+    """Time of one sample: its share, by rows computed, of the passes it took part in.
+
+    ``wall`` comes from an unprofiled decode. The parts come from a profiled one, whose stages are timed apart.
+    """
+
+    wall: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    sample: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """One decoded sample. Steps are counted over the whole generation; positions are absolute."""
+
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)
+    stop_reason: str = ""
+    steps: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    margins: list[tuple[float, ...]] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    nfe_prefill: int = 0
+    nfe_denoise: int = 0
+    nfe_commit: int = 0
+    drafted_nodes: int = 0
+    rows_computed: int = 0
+    batch_position: int = 0
+    batch_size: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+
+
+def canvas_length(prompt_tokens: int, gen_length: int, block_length: int) -> int:
+    """Tokens of the whole blocks that cover prompt and generation."""
+    return -(-(prompt_tokens + gen_length) // block_length) * block_length
+
+
+class _Sample:
+    """A sample in flight: where it stands in its canvas."""
+
+    def __init__(self, prompt: Prompt, settings: DecodeSettings, slot: int) -> None:
+        length = settings.block_length
+        self.prompt = prompt
+        self.slot = slot
+        self.block_length = length
+        self.canvas = canvas_length(len(prompt.token_ids), settings.gen_length, length)
+        self.tokens = list(prompt.token_ids) + [MASKED] * (self.canvas - len(prompt.token_ids))
+        self.block_start = len(prompt.token_ids) // length * length
+        self.key = settings.noise.key(prompt.item_id, prompt.repeat)
+        self.needs_prefill = self.block_start > 0
+        self.generation = Generation(prompt=prompt, batch_position=slot)
+
+    @property
+    def block(self) -> list[int]:
+        return self.tokens[self.block_start : self.block_start + self.block_length]
+
+    @property
+    def prompt_in_block(self) -> int:
+        return max(0, len(self.prompt.token_ids) - self.block_start)
+
+    @property
+    def commit_count(self) -> int:
+        return self.block_length - self.block.count(MASKED) - self.prompt_in_block
+
+    @property
+    def is_block_complete(self) -> bool:
+        return MASKED not in self.block
+
+
+class Decoder:
+    """Decodes prompts with one drafter on one target.
+
+    Args:
+        target: the model's engine; its slots bound the samples in flight.
+        drafter: proposes states; asked only where the budget is positive.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, settings: DecodeSettings) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.settings = settings
+        self.drafts = settings.budget > 0
+        device, length = target.device, settings.block_length
+        self._snapshots = Snapshots(target.num_slots, length, device) if self.drafts else None
+        self._clock: Callable[[], float] = _device_clock(device) if settings.profiled else time.perf_counter
+
+    @torch.inference_mode()
+    def decode(self, prompts: Sequence[Prompt], max_in_flight: int | None = None) -> list[Generation]:
+        """Decode all prompts, at most ``max_in_flight`` at a time; results in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt is empty, or its canvas is longer than the target's buffers.
+        """
+        for prompt in prompts:
+            canvas = canvas_length(
+                len(prompt.token_ids), self.settings.gen_length, self.settings.block_length
+            )
+            if not prompt.token_ids or canvas > self.target.max_length:
+                raise ValueError(
+                    f"item {prompt.item_id!r}: {len(prompt.token_ids)} prompt tokens and gen_length "
+                    f"{self.settings.gen_length} need {canvas} positions, the buffers hold {self.target.max_length}"
+                )
+        width = min(self.target.num_slots, max_in_flight or self.target.num_slots, len(prompts))
+        waiting = deque(enumerate(prompts))
+        free_slots = list(range(width))[::-1]
+        in_flight: dict[int, _Sample] = {}
+        done: dict[int, Generation] = {}
+        while waiting or in_flight:
+            while waiting and free_slots:
+                index, prompt = waiting.popleft()
+                in_flight[index] = _Sample(prompt, self.settings, free_slots.pop())
+                in_flight[index].generation.batch_size = width
+                self._new_block(in_flight[index])
+            self._pass(list(in_flight.values()))
+            for index, sample in list(in_flight.items()):
+                if sample.generation.stop_reason:
+                    done[index] = sample.generation
+                    free_slots.append(sample.slot)
+                    del in_flight[index]
+        return [done[index] for index in range(len(prompts))]
+
+    def _pass(self, samples: list[_Sample]) -> None:
+        """One packed pass: each sample prefills, denoises or commits."""
+        start = self._clock()
+        denoising = [s for s in samples if not s.needs_prefill and not s.is_block_complete]
+        storing = [s for s in samples if s.needs_prefill or s.is_block_complete]
+        tree = self._draft(denoising) if denoising else None
+        drafted = self._clock()
+
+        tokens: list[Tensor] = []
+        slots: list[int] = []
+        starts: list[int] = []
+        rows = {id(s): 0 for s in samples}
+        device, length = self.target.device, self.settings.block_length
+        for sample in storing:
+            first = 0 if sample.needs_prefill else sample.block_start
+            last = sample.block_start if sample.needs_prefill else sample.block_start + length
+            tokens.append(
+                torch.tensor(sample.tokens[first:last], dtype=torch.int32, device=device).view(-1, length)
+            )
+            starts.extend(range(first, last, length))
+            slots.extend([sample.slot] * ((last - first) // length))
+            rows[id(sample)] = last - first
+        num_stored = len(slots)
+        first_segments: list[int] = []
+        if tree is not None:
+            nodes = tree.num_nodes.tolist()
+            for index, sample in enumerate(denoising):
+                first_segments.append(len(slots))
+                tokens.append(tree.tokens[index, : nodes[index]])
+                slots.extend([sample.slot] * nodes[index])
+                starts.extend([sample.block_start] * nodes[index])
+                rows[id(sample)] = nodes[index] * length
+        hidden = self.target.forward(
+            torch.cat(tokens),
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.arange(len(slots), device=device) < num_stored,
+        )
+        verified = self._clock()
+        if tree is not None:
+            self._walk(denoising, tree, hidden, first_segments)
+        sampled = self._clock()
+        for sample in storing:
+            self._stored(sample)
+        self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
+
+    def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        device = self.target.device
+        return (
+            torch.tensor([s.block for s in samples], dtype=torch.int32, device=device),
+            torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
+            torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
+            torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
+            torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device),
+        )
+
+    def _draft(self, samples: list[_Sample]) -> DraftTree:
+        settings = self.settings
+        roots, counts, starts, keys, slots = self._inputs(samples)
+        tree = DraftTree(len(samples), settings.budget, settings.block_length, self.target.device)
+        tree.plant(roots)
+        if self._snapshots is not None:
+            inputs = DraftInputs(
+                roots=roots,
+                commit_counts=counts,
+                block_starts=starts,
+                keys=keys,
+                snapshots=self._snapshots.select(slots),
+                rule=settings.rule,
+                temperature=settings.temperature,
+                noise=settings.noise,
+                stream=VERIFICATIONS[settings.verification],
+            )
+            self.drafter.draft(inputs, tree)
+        return tree
+
+    def _walk(
+        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
+    ) -> None:
+        _, counts, starts, keys, slots = self._inputs(samples)
+        roots, walked = walk(
+            head=self.target,
+            transition=TransitionRule(
+                rule=self.settings.rule, temperature=self.settings.temperature, noise=self.settings.noise
+            ),
+            hidden=hidden,
+            first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),
+            tree=tree,
+            commit_counts=counts,
+            block_starts=starts,
+            keys=keys,
+            snapshots=self._snapshots,
+            snapshot_rows=slots,
+        )
+        for sample, root, steps, nodes in zip(
+            samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True
+        ):
+            sample.tokens[sample.block_start : sample.block_start + sample.block_length] = root
+            self._account(sample, steps, nodes)
+
+    @staticmethod
+    def _account(sample: _Sample, steps: WalkedSteps, nodes: int) -> None:
+        generation, start = sample.generation, sample.block_start
+        generation.steps.extend(
+            tuple((start + at, token) for at, token in commits) for commits in steps.commits
+        )
+        generation.margins.extend(steps.margins)
+        generation.digests.extend(steps.digests)
+        generation.accepted.append(len(steps.commits) - 1)
+        generation.drafted_nodes += nodes - 1
+        generation.nfe_denoise += 1
+
+    def _stored(self, sample: _Sample) -> None:
+        """After a pass that stored keys and values: the prompt is in, or a block is finished."""
+        if sample.needs_prefill:
+            sample.needs_prefill = False
+            sample.generation.nfe_prefill += 1
+            return
+        sample.generation.nfe_commit += 1
+        stops = self.settings.stop_token_ids if self.settings.stop == "eos" else ()
+        is_stopped = any(token in stops for token in sample.block[sample.prompt_in_block :])
+        sample.block_start += sample.block_length
+        if is_stopped or sample.block_start >= sample.canvas:
+            self._finish(sample, stops)
+        else:
+            self._new_block(sample)
+
+    def _finish(self, sample: _Sample, stops: tuple[int, ...]) -> None:
+        prompt_tokens = len(sample.prompt.token_ids)
+        end = min(sample.block_start, prompt_tokens + self.settings.gen_length)
+        output = sample.tokens[prompt_tokens:end]
+        cut = next((index for index, token in enumerate(output) if token in stops), None)
+        sample.generation.token_ids = output if cut is None else output[: cut + 1]
+        sample.generation.stop_reason = "length" if cut is None else "eos"
+
+    def _new_block(self, sample: _Sample) -> None:
+        if self._snapshots is not None:
+            self._snapshots.invalidate(torch.tensor([sample.slot], device=self.target.device))
+
+    def _share_time(
+        self, samples: list[_Sample], rows: dict[int, int], denoising: list[_Sample], marks: Sequence[float]
+    ) -> None:
+        start, drafted, verified, sampled, end = marks
+        total = sum(rows.values())
+        drafting_rows = sum(rows[id(s)] for s in denoising)
+        for sample in samples:
+            own = rows[id(sample)]
+            sample.generation.rows_computed += own
+            seconds = sample.generation.seconds
+            if not self.settings.profiled:
+                seconds.wall += (end - start) * own / total
+                continue
+            if sample in denoising:
+                seconds.draft += (drafted - start) * own / drafting_rows
+                seconds.sample += (sampled - verified) * own / drafting_rows
+            seconds.verify += (verified - drafted) * own / total
+            seconds.other += (end - sampled) * own / total
+
+
+def _device_clock(device: torch.device) -> Callable[[], float]:
+    """A clock that waits for the device, so that a stage's work falls into its own interval."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now

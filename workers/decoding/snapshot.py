@@ -1,0 +1,70 @@
+"""Snapshots: all that a drafter may know of the last target pass on a sample's block.
+
+Preallocated tensors of S samples; position i of a row is position i of the block. Only positions that were masked
+in the state the pass saw hold values; the state itself is older than the root by one step, hence *stale*.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlmgrid.kernels.logits import NUM_CANDIDATES, Summary
+
+
+class Snapshots:
+    """Stale distributions of S samples.
+
+    Attributes:
+        masked: bool [S, L], the positions that hold values.
+        token_ids: int64 [S, L, 32]; probabilities: fp32 [S, L, 32], as ``kernels.logits.Summary`` orders them.
+        entropy, tail_mass, log_tempered_mass: fp32 [S, L].
+        is_valid: bool [S]; False for a fresh block, whose first pass has nothing stale to draft from.
+    """
+
+    def __init__(self, num_samples: int, block_length: int, device: torch.device) -> None:
+        shape = (num_samples, block_length)
+        self.masked = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.token_ids = torch.zeros((*shape, NUM_CANDIDATES), dtype=torch.int64, device=device)
+        self.probabilities = torch.zeros((*shape, NUM_CANDIDATES), device=device)
+        self.entropy = torch.zeros(shape, device=device)
+        self.tail_mass = torch.zeros(shape, device=device)
+        self.log_tempered_mass = torch.zeros(shape, device=device)
+        self.is_valid = torch.zeros(num_samples, dtype=torch.bool, device=device)
+
+    def invalidate(self, samples: Tensor) -> None:
+        """Forget the snapshots of ``samples`` (int64): their block is new."""
+        self.is_valid[samples] = False
+
+    def store(
+        self, samples: Tensor, masked: Tensor, row_samples: Tensor, positions: Tensor, summary: Summary
+    ) -> None:
+        """Replace the snapshots of some samples.
+
+        Args:
+            samples: int64 [A], whose; masked: bool [A, L], the masked positions of the state that the pass saw.
+            row_samples: int64 [R], the sample of each summarised row; positions: int64 [R], its position.
+            summary: of the R rows.
+        """
+        self.masked[samples] = masked
+        self.is_valid[samples] = True
+        self.token_ids[row_samples, positions] = summary.token_ids
+        self.probabilities[row_samples, positions] = summary.probabilities
+        self.entropy[row_samples, positions] = summary.entropy
+        self.tail_mass[row_samples, positions] = summary.tail_mass
+        self.log_tempered_mass[row_samples, positions] = summary.log_tempered_mass
+
+    def select(self, samples: Tensor) -> Snapshots:
+        """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
+        out = object.__new__(Snapshots)
+        for name in (
+            "masked",
+            "token_ids",
+            "probabilities",
+            "entropy",
+            "tail_mass",
+            "log_tempered_mass",
+            "is_valid",
+        ):
+            setattr(out, name, getattr(self, name)[samples])
+        return out

@@ -1,0 +1,45 @@
+"""States of a block: rows of an int32 tensor with a sentinel for masked positions, and their 64-bit hashes.
+
+Legend: S samples in flight, N nodes (root first), L block length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASKED = -1
+"""The sentinel of a masked position. Never the mask token's id: a prompt may hold that id as text."""
+
+_C1 = 0xBF58476D1CE4E5B9 - 2**64
+_C2 = 0x94D049BB133111EB - 2**64
+_POSITION = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    """Logical right shift of int64 words."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def commit_hashes(positions: Tensor, tokens: Tensor) -> Tensor:
+    """The hash of one filled position, int64 of the broadcast shape: splitmix64 of (position in block, token).
+
+    A masked position hashes to 0, so that the hash of a state is the sum over its filled positions and a commit
+    adds its own hash to its parent's.
+    """
+    words = (positions.to(torch.int64) + 1) * _POSITION + tokens.to(torch.int64)
+    words = (words ^ _shift_right(words, 30)) * _C1
+    words = (words ^ _shift_right(words, 27)) * _C2
+    words = words ^ _shift_right(words, 31)
+    return torch.where(tokens == MASKED, torch.zeros_like(words), words)
+
+
+def state_hashes(states: Tensor) -> Tensor:
+    """int64 [...] hashes of int32 states [..., L]; equal states have equal hashes."""
+    positions = torch.arange(states.shape[-1], device=states.device)
+    return commit_hashes(positions, states).sum(dim=-1)
+
+
+def num_masked(states: Tensor) -> Tensor:
+    """int64 [...]: positions still masked in states [..., L]."""
+    return (states == MASKED).sum(dim=-1)

@@ -1,0 +1,58 @@
+"""The draft tree: unique states in topological order, as preallocated tensors.
+
+Chains, trees and graphs whose nodes have several parents are one type: acceptance is equality of states, so an
+edge is never looked at. Node 0 is the root; a node's parents have lower indices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlmgrid.workers.decoding.state import MASKED, state_hashes
+
+
+class DraftTree:
+    """Drafted states of S samples.
+
+    Attributes:
+        tokens: int32 [S, 1 + D, L], MASKED where a position is masked.
+        parents: int32 [S, 1 + D], -1 for the root.
+        depths: int32 [S, 1 + D], target steps from the root.
+        log_mass: fp64 [S, 1 + D], the drafter's log probability that the path goes through the node.
+        hashes: int64 [S, 1 + D].
+        num_nodes: int64 [S], root included; entries past it are undefined.
+    """
+
+    def __init__(self, num_samples: int, budget: int, block_length: int, device: torch.device) -> None:
+        shape = (num_samples, 1 + budget)
+        self.budget = budget
+        self.tokens = torch.full((*shape, block_length), MASKED, dtype=torch.int32, device=device)
+        self.parents = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.depths = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.log_mass = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.hashes = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.num_nodes = torch.ones(num_samples, dtype=torch.int64, device=device)
+
+    def plant(self, roots: Tensor) -> None:
+        """Start anew from roots int32 [S, L]: every tree is its root alone."""
+        self.tokens[:, 0] = roots
+        self.hashes[:, 0] = state_hashes(roots)
+        self.num_nodes.fill_(1)
+
+    def is_node(self) -> Tensor:
+        """bool [S, 1 + D]: which entries are nodes."""
+        index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return index[None, :] < self.num_nodes[:, None]
+
+    def find(self, samples: Tensor, states: Tensor) -> Tensor:
+        """Indices of the nodes equal to ``states``, -1 where there is none.
+
+        Args:
+            samples: int64 [A], which tree each state is sought in.
+            states: int32 [A, L].
+        """
+        same_hash = (self.hashes[samples] == state_hashes(states)[:, None]) & self.is_node()[samples]
+        same = same_hash & (self.tokens[samples] == states[:, None, :]).all(dim=-1)
+        found = same.to(torch.int8).argmax(dim=1)
+        return torch.where(same.any(dim=1), found, torch.full_like(found, -1))

@@ -1,0 +1,168 @@
+"""One verification: the walk from each root along drafted states that equal the target's own transitions.
+
+The packed pass has computed the hidden rows of every node. The walk starts at the root, computes T(state) from the
+state's own logits, moves on while the next state is a node, and stops otherwise: the last transition is a commit
+that was not drafted and is free (methods compared in SPOT, arXiv 2610.22543, share this verifier). Given the
+noise, T is a deterministic function of the state, so the walk visits exactly the states of the serialized run,
+at any temperature; no ratio test is ever combined with shared noise.
+
+The language-model head runs on the states that the walk visits, and there on the rows that predict masked
+positions only. Legend: S samples, A samples still walking, L block length, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dlmgrid.kernels.logits import choose, row_digests, summarize
+from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.snapshot import Snapshots
+from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
+from dlmgrid.workers.decoding.tree import DraftTree
+
+
+class Head(Protocol):
+    """The language-model head: hidden rows [R, H] to fp32 logits [R, V], with -inf where no token may be chosen."""
+
+    def logits(self, rows: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionRule:
+    """Everything T(state) depends on besides the logits."""
+
+    rule: CommitRule
+    temperature: float
+    noise: NoiseTable
+
+
+@dataclass(slots=True)
+class WalkedSteps:
+    """The transitions of one sample in one round, in order; one entry a step.
+
+    ``commits``: (position in the block, token) pairs sorted by position; ``margins`` in the same order;
+    ``digests``: the order-free 64-bit digest of the logits rows that predicted masked positions, as 16 hex digits.
+    """
+
+    commits: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    margins: list[tuple[float, ...]] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+
+class StalledError(RuntimeError):
+    """A step that opened no position: the commit rule is broken, and the walk would never end."""
+
+
+def walk(
+    *,
+    head: Head,
+    transition: TransitionRule,
+    hidden: Tensor,
+    first_segment: Tensor,
+    tree: DraftTree,
+    commit_counts: Tensor,
+    block_starts: Tensor,
+    keys: Tensor,
+    snapshots: Snapshots | None,
+    snapshot_rows: Tensor,
+) -> tuple[Tensor, list[WalkedSteps]]:
+    """Walk every sample's tree.
+
+    Args:
+        hidden: [N, L, H], rows of all nodes of the pass.
+        first_segment: int64 [S], index in ``hidden`` of each root; a sample's nodes follow it in tree order.
+        commit_counts: int64 [S], commits made in the block at the root.
+        block_starts: int64 [S]; keys: int64 [S, 2].
+        snapshots: receives the stale distributions of the last accepted node of each sample whose block is not
+            complete; None where no drafter reads them.
+        snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
+
+    Returns:
+        The new roots int32 [S, L], and the steps of each sample.
+    """
+    num_samples = first_segment.shape[0]
+    device = hidden.device
+    roots = tree.tokens[:, 0].clone()
+    root_masked = num_masked(roots)
+    steps = [WalkedSteps() for _ in range(num_samples)]
+    active = torch.arange(num_samples, device=device)
+    node = torch.zeros(num_samples, dtype=torch.int64, device=device)
+    while active.numel():
+        states = tree.tokens[active, node]
+        masked = states == MASKED
+        row_of, position = masked.nonzero(as_tuple=True)
+        logits = head.logits(hidden[first_segment[active] + node][masked])
+        counts = commit_counts[active] + root_masked[active] - num_masked(states)
+        gumbel = None
+        if transition.temperature > 0:
+            gumbel = transition.noise.rows(
+                keys[active][row_of],
+                Stream.TOKEN,
+                block_starts[active][row_of] + position,
+                counts[row_of],
+                logits.shape[1],
+            )
+        choice = choose(logits, transition.temperature, gumbel)
+
+        confidence = torch.full(states.shape, -1.0, device=device)
+        confidence[row_of, position] = choice.probabilities
+        tokens = states.clone()
+        tokens[row_of, position] = choice.tokens.to(torch.int32)
+        selected = transition.rule.select(masked, confidence) & masked
+        if not bool(selected.any(dim=1).all()):
+            raise StalledError(
+                f"decoder {transition.rule.name!r} opened no position of a state with masks left"
+            )
+        following = torch.where(selected, tokens, states)
+        digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
+            0, row_of, commit_hashes(position, row_digests(logits))
+        )
+        margins = torch.zeros(states.shape, device=device)
+        margins[row_of, position] = choice.margins
+        _record(steps, active, selected, following, margins, digests)
+
+        found = tree.find(active, following)
+        roots[active] = following
+        if snapshots is not None:
+            ends = (found < 0) & (num_masked(following) > 0)
+            rows = ends[row_of]
+            if bool(ends.any()):
+                snapshots.store(
+                    snapshot_rows[active][ends],
+                    masked[ends],
+                    snapshot_rows[active][row_of[rows]],
+                    position[rows],
+                    summarize(logits[rows], transition.temperature),
+                )
+        walks_on = found >= 0
+        active, node = active[walks_on], found[walks_on]
+    return roots, steps
+
+
+def _record(
+    steps: list[WalkedSteps],
+    active: Tensor,
+    selected: Tensor,
+    following: Tensor,
+    margins: Tensor,
+    digests: Tensor,
+) -> None:
+    commits: list[list[tuple[int, int, float]]] = [[] for _ in range(active.shape[0])]
+    which, position = selected.nonzero(as_tuple=True)
+    for row, at, token, margin in zip(
+        which.tolist(),
+        position.tolist(),
+        following[which, position].tolist(),
+        margins[which, position].tolist(),
+        strict=True,
+    ):
+        commits[row].append((at, token, margin))
+    for sample, made, digest in zip(active.tolist(), commits, digests.tolist(), strict=True):
+        steps[sample].commits.append(tuple((at, token) for at, token, _ in made))
+        steps[sample].margins.append(tuple(margin for _, _, margin in made))
+        steps[sample].digests.append(f"{digest % 2**64:016x}")

@@ -1,0 +1,125 @@
+"""The one interface of all drafters, and what the stale distributions predict.
+
+A drafter decides from snapshots, never from the model: it fills a :class:`DraftTree` whose roots are planted.
+Live or replayed, it reads the same inputs, so its trees are the same.
+
+Legend: S samples, W states of each, L block length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.snapshot import Snapshots
+from dlmgrid.workers.decoding.state import MASKED
+from dlmgrid.workers.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftInputs:
+    """What a drafter reads.
+
+    Attributes:
+        roots: int32 [S, L].
+        commit_counts: int64 [S], commits made in the block so far (its prompt tail not counted).
+        block_starts: int64 [S], absolute position of the block.
+        keys: int64 [S, 2], the noise key words of each sample.
+        snapshots: S rows; where ``is_valid`` is False the tree must stay a root.
+        rule, temperature, noise: the decoder's own.
+        stream: the noise that predictions read: the target's own under coupled verification.
+    """
+
+    roots: Tensor
+    commit_counts: Tensor
+    block_starts: Tensor
+    keys: Tensor
+    snapshots: Snapshots
+    rule: CommitRule
+    temperature: float
+    noise: NoiseTable
+    stream: Stream
+
+
+class Drafter(Protocol):
+    """A drafting method with its settings."""
+
+    def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
+        """Add at most ``tree.budget`` unique states to each planted root, none of them complete."""
+
+
+class Prediction(NamedTuple):
+    """What the stale distributions say of each position, for states with given commit counts.
+
+    ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp64: the
+    tempered probability of ``first``, what the commit rule compares; at T in {0, 1} it is worked out from the
+    mass of the other tokens, so that positions whose probability is 1 in fp32 keep their order (on text that has
+    ended most positions are such). ``first_probability`` and
+    ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
+    every state of a sample is predicted alike. Positions outside the snapshot hold no meaning.
+    """
+
+    first: Tensor
+    second: Tensor
+    confidence: Tensor
+    first_probability: Tensor
+    second_probability: Tensor
+
+
+def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
+    """Predict the token of every position.
+
+    At T = 0 that is the stale argmax. At T > 0 it is the perturbed argmax within the 32 candidates, under the
+    noise that the target will draw at a state with ``commit_counts`` commits.
+
+    Args:
+        commit_counts: int64 [S, W].
+    """
+    snapshots, temperature = inputs.snapshots, inputs.temperature
+    token_ids = snapshots.token_ids[:, None]
+    probabilities = snapshots.probabilities[:, None]
+    others = probabilities[..., 1:].double().sum(dim=-1) + snapshots.tail_mass[:, None].double()
+    if temperature == 0:
+        return Prediction(
+            first=token_ids[..., 0].to(torch.int32),
+            second=token_ids[..., 1].to(torch.int32),
+            confidence=1 - others,
+            first_probability=probabilities[..., 0],
+            second_probability=probabilities[..., 1],
+        )
+    if bool((commit_counts == commit_counts[:, :1]).all()):
+        commit_counts = commit_counts[:, :1]
+    num_samples, num_states = commit_counts.shape
+    num_positions, num_candidates = snapshots.token_ids.shape[1:]
+    sample, position = (inputs.roots == MASKED).nonzero(as_tuple=True)
+    noise = torch.zeros(num_samples, num_states, num_positions, num_candidates, device=token_ids.device)
+    noise[sample, :, position] = inputs.noise.entries(
+        inputs.keys[sample][:, None].expand(-1, num_states, -1),
+        inputs.stream,
+        (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
+        commit_counts[sample],
+        snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
+    )
+    log_tempered = probabilities.log() / temperature
+    two = (log_tempered + noise).topk(2, dim=-1).indices
+    shape = (num_samples, num_states, num_positions, num_candidates)
+    tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
+    raw = probabilities.expand(shape).gather(-1, two)
+    if temperature == 1:
+        is_top = two[..., 0] == 0
+        confidence = torch.where(is_top, 1 - others, raw[..., 0].double())
+    else:
+        chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
+        confidence = (chosen.double() - snapshots.log_tempered_mass[:, None].double()).exp()
+    return Prediction(
+        first=tokens[..., 0],
+        second=tokens[..., 1],
+        confidence=confidence,
+        first_probability=raw[..., 0],
+        second_probability=raw[..., 1],
+    )

@@ -1,0 +1,238 @@
+"""Level-wise best-first growth: the D states of largest mass under a model of order and tokens.
+
+The mass of the root is 1; a child that commits position s with token v has m(z) = m(y) · q(s | y) · p(v), with q
+given by the method and p the raw stale probability. Level by level, every listed state of the newest level is
+expanded, equal states are merged (their masses add, capped by the best parent's), and the list is cut to D. Mass
+never grows along an edge, so the ancestors of a listed state are listed: the result is the true top D, with one
+call of the order model a level (SPOT, arXiv 2610.22543, "level-wise best-first"; merging and cap as worked out in
+the documentation of this package).
+
+A step that commits n > 1 positions takes the decoder's own first n - 1 choices under the stale confidences, and
+branches over the last one.
+
+Legend: S samples, D budget, L block length, C = D · L · 2 candidate children of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmgrid.workers.decoding.state import MASKED, commit_hashes, state_hashes
+from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, predict
+
+HEDGE_BELOW = 0.6
+"""The second token of a position is tried where the first has a probability below this (SPOT's token hedge)."""
+
+OrderModel = Callable[[Tensor, Tensor, Prediction], Tensor]
+"""Maps (states int32 [S, W, L], eligible bool [S, W, L], prediction) to log q fp64 [S, W, L], -inf elsewhere."""
+
+
+@dataclass(slots=True)
+class _Listed:
+    """The global list of the best states so far, D entries a sample; absent ones have a log mass of -inf."""
+
+    tokens: Tensor  # int32 [S, D, L]
+    log_mass: Tensor  # fp64 [S, D]
+    depths: Tensor  # int64 [S, D]
+    parents: Tensor  # int64 [S, D], index in the list; -1: the root
+    hashes: Tensor  # int64 [S, D]
+
+
+def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
+    """Fill ``tree`` with the top-D states of every sample whose snapshot is valid."""
+    num_samples, block_length = inputs.roots.shape
+    budget, device = tree.budget, inputs.roots.device
+    if budget == 0:
+        return
+    listed = _Listed(
+        tokens=torch.full((num_samples, budget, block_length), MASKED, dtype=torch.int32, device=device),
+        log_mass=torch.full((num_samples, budget), -torch.inf, dtype=torch.float64, device=device),
+        depths=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
+        parents=torch.full((num_samples, budget), -1, dtype=torch.int64, device=device),
+        hashes=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
+    )
+    root_masked = (inputs.roots == MASKED).sum(dim=-1)
+    frontier = _Listed(
+        tokens=inputs.roots[:, None],
+        log_mass=torch.where(inputs.snapshots.is_valid, 0.0, -torch.inf)[:, None].double(),
+        depths=torch.zeros(num_samples, 1, dtype=torch.int64, device=device),
+        parents=torch.full((num_samples, 1), -1, dtype=torch.int64, device=device),
+        hashes=state_hashes(inputs.roots)[:, None],
+    )
+    own_index = frontier.parents  # where each frontier state stands in the list
+    for depth in range(1, block_length):
+        children = _expand(inputs, frontier, own_index, root_masked, order_model)
+        _merge(children)
+        listed, is_new = _cut(listed, children, depth)
+        if not bool(is_new.any()):
+            break
+        width = int(is_new.sum(dim=1).max())
+        order = is_new.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
+        present = is_new.gather(1, order)
+        frontier = _Listed(
+            tokens=listed.tokens.gather(1, order[..., None].expand(-1, -1, block_length)),
+            log_mass=torch.where(present, listed.log_mass.gather(1, order), -torch.inf),
+            depths=listed.depths.gather(1, order),
+            parents=listed.parents.gather(1, order),
+            hashes=listed.hashes.gather(1, order),
+        )
+        own_index = order
+    _write(tree, listed)
+
+
+@dataclass(slots=True)
+class _Children:
+    log_mass: Tensor  # fp64 [S, C]
+    parent_log_mass: Tensor  # fp64 [S, C]
+    parents: Tensor  # int64 [S, C], index in the list
+    hashes: Tensor  # int64 [S, C]
+    frontier: Tensor  # int64 [S, C], index in the frontier
+    core: Tensor  # int32 [S, W, L]: parent's state with the step's first n - 1 commits
+    positions: Tensor  # int64 [C]
+    tokens: Tensor  # int32 [S, C]
+
+
+def _expand(
+    inputs: DraftInputs, frontier: _Listed, own_index: Tensor, root_masked: Tensor, order_model: OrderModel
+) -> _Children:
+    num_samples, width, length = frontier.tokens.shape
+    present = frontier.log_mass > -torch.inf
+    masked = (frontier.tokens == MASKED) & present[..., None]
+    num_masked = masked.sum(dim=-1)
+    counts = (inputs.commit_counts + root_masked)[:, None] - num_masked
+    # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
+    prediction = predict(inputs, torch.where(present, counts, counts[:, :1]))
+    shape = (num_samples, width, length)
+    confidence = prediction.confidence.expand(shape)
+    first_probability = prediction.first_probability.expand(shape).double()
+    second_probability = prediction.second_probability.expand(shape).double()
+
+    step = inputs.rule.select(masked, confidence)
+    core = _without_weakest(step, confidence)
+    core_log_probability = torch.where(core, first_probability.log(), 0.0).sum(dim=-1)
+    core_tokens = torch.where(core, prediction.first.expand(shape), frontier.tokens)
+    positions = torch.arange(length, device=masked.device)
+    core_hashes = torch.where(core, commit_hashes(positions, core_tokens), 0).sum(dim=-1)
+
+    eligible = masked & ~core & (num_masked > step.sum(dim=-1))[..., None]
+    log_q = order_model(core_tokens, eligible, prediction)
+    base = (frontier.log_mass + core_log_probability)[..., None] + log_q
+    base = torch.where(eligible, base, -torch.inf)
+    hedge = eligible & (first_probability < HEDGE_BELOW)
+    log_mass = torch.stack(
+        (
+            base + first_probability.log(),
+            torch.where(hedge, base + second_probability.log(), -torch.inf),
+        ),
+        dim=-1,
+    )
+    tokens = torch.stack((prediction.first.expand(shape), prediction.second.expand(shape)), dim=-1)
+    hashes = (frontier.hashes + core_hashes)[..., None, None] + commit_hashes(positions[:, None], tokens)
+    flat = (num_samples, width * length * 2)
+    per_child = (num_samples, width, length, 2)
+    frontier_index = torch.arange(width, device=masked.device)[None, :, None, None]
+    return _Children(
+        log_mass=log_mass.reshape(flat),
+        parent_log_mass=frontier.log_mass[..., None, None].expand(per_child).reshape(flat),
+        parents=own_index[..., None, None].expand(per_child).reshape(flat),
+        hashes=hashes.reshape(flat),
+        frontier=frontier_index.expand(per_child).reshape(flat),
+        core=core_tokens,
+        positions=positions[None, :, None].expand(width, length, 2).reshape(-1),
+        tokens=tokens.reshape(flat),
+    )
+
+
+def _without_weakest(step: Tensor, confidence: Tensor) -> Tensor:
+    """The positions of a step but its last choice; empty for a step of one."""
+    scores = torch.where(step, confidence, torch.full_like(confidence, -1.0))
+    rank = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
+    return step & (rank < step.sum(dim=-1, keepdim=True) - 1)
+
+
+def _merge(children: _Children) -> None:
+    """Join equal states in place: one representative keeps the sum, capped by its best parent; the rest leave."""
+    absent = children.log_mass == -torch.inf
+    # Absent candidates go to groups of their own so that they never meet a real state's hash.
+    order = (
+        torch.where(absent, torch.iinfo(torch.int64).max, children.hashes).sort(dim=1, stable=True).indices
+    )
+    hashes = children.hashes.gather(1, order)
+    log_mass = children.log_mass.gather(1, order)
+    parent_log_mass = children.parent_log_mass.gather(1, order)
+    starts = torch.ones_like(absent)
+    starts[:, 1:] = (hashes[:, 1:] != hashes[:, :-1]) | (log_mass[:, 1:] == -torch.inf)
+    group = starts.cumsum(dim=1) - 1
+    total = torch.zeros_like(log_mass).scatter_add(1, group, log_mass.exp())
+    best_parent = torch.full_like(log_mass, -torch.inf).scatter_reduce(1, group, parent_log_mass, "amax")
+    is_best = parent_log_mass == best_parent.gather(1, group)
+    index = torch.arange(hashes.shape[1], device=hashes.device).expand_as(order)
+    sentinel = hashes.shape[1]
+    representative = torch.full_like(order, sentinel).scatter_reduce(
+        1, group, torch.where(is_best, index, sentinel), "amin"
+    )
+    merged = torch.minimum(total.log(), best_parent).gather(1, group)
+    keeps = (representative.gather(1, group) == index) & (log_mass > -torch.inf)
+    children.log_mass = torch.full_like(merged, -torch.inf).scatter(
+        1, order, torch.where(keeps, merged, -torch.inf)
+    )
+
+
+def _cut(listed: _Listed, children: _Children, depth: int) -> tuple[_Listed, Tensor]:
+    """Keep the D best of list and children; returns the new list and which of its entries are new, bool [S, D]."""
+    budget = listed.log_mass.shape[1]
+    log_mass = torch.cat((listed.log_mass, children.log_mass), dim=1)
+    order = log_mass.sort(dim=1, descending=True, stable=True).indices[:, :budget]
+    kept_mass = log_mass.gather(1, order)
+    is_new = (order >= budget) & (kept_mass > -torch.inf)
+    old = order.clamp_max(budget - 1)
+    child = (order - budget).clamp_min(0)
+
+    frontier = children.frontier.gather(1, child)
+    length = listed.tokens.shape[-1]
+    tokens = children.core.gather(1, frontier[..., None].expand(-1, -1, length))
+    tokens = tokens.scatter(
+        2, children.positions[child][..., None], children.tokens.gather(1, child)[..., None]
+    )
+
+    # Entries move with the cut; the parents of kept entries are themselves kept.
+    parents = torch.where(is_new, children.parents.gather(1, child), listed.parents.gather(1, old))
+    parents = torch.where(parents >= 0, _remap(order, parents), parents)
+    return (
+        _Listed(
+            tokens=torch.where(
+                is_new[..., None], tokens, listed.tokens.gather(1, old[..., None].expand_as(tokens))
+            ),
+            log_mass=kept_mass,
+            depths=torch.where(is_new, depth, listed.depths.gather(1, old)),
+            parents=parents,
+            hashes=torch.where(is_new, children.hashes.gather(1, child), listed.hashes.gather(1, old)),
+        ),
+        is_new,
+    )
+
+
+def _remap(order: Tensor, parents: Tensor) -> Tensor:
+    """Where the old entries ``parents`` [S, D] stand after entries were taken in ``order`` [S, D]."""
+    matches = order[:, None, :] == parents[..., None]
+    return matches.to(torch.int8).argmax(dim=-1)
+
+
+def _write(tree: DraftTree, listed: _Listed) -> None:
+    """Put the list behind the root, in topological order (by depth, then mass)."""
+    present = listed.log_mass > -torch.inf
+    depths = torch.where(present, listed.depths, torch.iinfo(torch.int64).max)
+    order = depths.sort(dim=1, stable=True).indices
+    parents = listed.parents.gather(1, order)
+    parents = torch.where(parents >= 0, _remap(order, parents) + 1, 0)
+    tree.tokens[:, 1:] = listed.tokens.gather(1, order[..., None].expand_as(listed.tokens))
+    tree.parents[:, 1:] = parents.to(torch.int32)
+    tree.depths[:, 1:] = listed.depths.gather(1, order).to(torch.int32)
+    tree.log_mass[:, 1:] = listed.log_mass.gather(1, order)
+    tree.hashes[:, 1:] = listed.hashes.gather(1, order)
+    tree.num_nodes[:] = present.sum(dim=1) + 1

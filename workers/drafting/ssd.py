@@ -1,0 +1,46 @@
+"""The confidence-ordered chain of Self Speculative Decoding (arXiv 2510.04147).
+
+Node j is what j steps of the decoder would give if the stale distributions stayed as they are: with one commit a
+step, the j most confident positions with their stale tokens. Every node is verified as a whole state; the short
+cut that fills all k tokens at once and compares a prefix drifts from the decoder's order and is not used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
+from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, predict
+
+
+class ChainDrafter:
+    """A chain of at most D states, clipped before the state that completes the block."""
+
+    def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
+        """Append the chain to every root with a valid snapshot."""
+        states = inputs.roots
+        counts = inputs.commit_counts[:, None]
+        log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
+        grows = inputs.snapshots.is_valid
+        for depth in range(1, tree.budget + 1):
+            prediction = predict(inputs, counts)
+            selected = inputs.rule.select(states == MASKED, prediction.confidence[:, 0])
+            states = torch.where(selected, prediction.first[:, 0], states)
+            grows = grows & (num_masked(states) > 0)
+            if not bool(grows.any()):
+                return
+            probabilities = prediction.first_probability[:, 0].double()
+            log_mass = log_mass + torch.where(selected, probabilities.log(), 0.0).sum(dim=-1)
+            tree.tokens[:, depth] = states
+            tree.hashes[:, depth] = state_hashes(states)
+            tree.parents[:, depth] = depth - 1
+            tree.depths[:, depth] = depth
+            tree.log_mass[:, depth] = log_mass
+            tree.num_nodes[grows] = depth + 1
+            counts = counts + selected.sum(dim=-1, keepdim=True)
+
+
+def build() -> Drafter:
+    """The chain drafter; it has no settings."""
+    return ChainDrafter()

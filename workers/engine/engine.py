@@ -1,0 +1,313 @@
+"""The engine: one model on one device, static key/value buffers per sample slot, and packed passes over them.
+
+Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vocabulary padded to whole 64s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlmgrid.kernels.attention import plan_attention
+from dlmgrid.kernels.embedding import MASKED
+from dlmgrid.kernels.gemm import PANEL_ROWS, linear, linear_vendor
+from dlmgrid.kernels.rotary import rotary_tables
+from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
+from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
+from dlmgrid.workers.errors import InputError, OutOfMemoryError
+from dlmgrid.workers.models.checkpoint import KEY_TILE, ModelConfig, check_checkpoint
+from dlmgrid.workers.models.sdar import PassInputs, SdarWeights, load_weights, run_layers
+
+NUMERICS = ("exact", "fast")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Engine:
+    """Packed forward passes of one model.
+
+    A *slot* holds the keys and values of one sample. A segment reads the cached positions of its slot before
+    its block and its own block; with ``store`` it also writes its block there. With ``numerics="exact"`` on
+    the CPU, a row's bits depend on its slot's cached tokens and its own block, never on what else is in the
+    pass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: SdarWeights,
+        *,
+        num_slots: int,
+        max_length: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        numerics: str = "exact",
+        memory_budget_bytes: int | None = None,
+    ) -> None:
+        """Allocate the buffers. ``max_length`` counts prompt and canvas, rounded up to whole key tiles.
+
+        Raises InputError for an impossible setting, or where the buffers do not fit ``memory_budget_bytes``
+        (by default what the device has free beside the weights).
+        """
+        if numerics not in NUMERICS:
+            raise InputError(f"numerics: {numerics!r} is not one of {', '.join(NUMERICS)}")
+        if num_slots < 1:
+            raise InputError(f"max_in_flight: {num_slots} samples in flight; at least 1 is needed")
+        if not 1 <= max_length <= config.max_position_embeddings:
+            raise InputError(
+                f"gen_length: prompt and generation need {max_length} positions, the model has "
+                f"{config.max_position_embeddings}; lower gen_length or shorten the prompts"
+            )
+        self.config = config
+        self.weights = weights
+        self.num_slots = num_slots
+        self.max_length = padded_length(max_length)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.numerics = numerics
+        self.block_length = config.block_length
+        plan = plan_memory(config, num_slots=num_slots, max_length=max_length, dtype=_name(dtype))
+        budget = memory_budget_bytes
+        if budget is None:
+            free = free_memory(self.device)
+            budget = None if free is None else free + plan.weight_bytes  # the weights are already there
+        if budget is not None:
+            check_memory(plan, budget, num_slots=num_slots, max_length=max_length)
+        self._linear = linear if numerics == "exact" else linear_vendor
+        shape = (
+            config.num_hidden_layers,
+            num_slots,
+            self.max_length // KEY_TILE,
+            config.num_key_value_heads,
+            KEY_TILE,
+            config.head_dim,
+        )
+        with _memory_errors():
+            self._keys = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._values = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._cosines, self._sines = rotary_tables(
+                self.max_length, config.head_dim, config.rope_theta, self.device
+            )
+        self._cached = [0] * num_slots
+
+    @property
+    def vocab_padded(self) -> int:
+        """Width of the logits: the vocabulary rounded up to whole 64s."""
+        return self.weights.head.shape[0]
+
+    def cached_length(self, slot: int) -> int:
+        """Positions of ``slot`` that hold stored keys and values, from 0."""
+        return self._cached[slot]
+
+    def reset(self, slot: int) -> None:
+        """Forget what ``slot`` holds; the next sample starts at position 0."""
+        self._cached[slot] = 0
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor:
+        """Hidden states after the final norm, [N, L, H] in the engine's dtype.
+
+        ``tokens`` [N, L] int32 with -1 for masked; ``slots``, ``block_starts`` [N] int32; ``store`` [N] bool.
+        Segments of one slot in ascending order of block may build on each other within the pass (a prefill; a
+        commit with the next block's first pass). Storing block b drops what the slot held from b on. Raises
+        ValueError for a segment that reads positions nobody stored, is off the grid or out of range.
+        """
+        num, length = tokens.shape
+        slot_list, start_list, store_list = slots.tolist(), block_starts.tolist(), store.tolist()
+        if length != self.block_length or not num == len(slot_list) == len(start_list) == len(store_list):
+            raise ValueError(
+                f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
+                f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
+            )
+        cached = self._plan_cache(slot_list, start_list, store_list)
+        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights)
+        self._cached = cached
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits of ``rows`` [R, H] (any R): [R, V padded] fp32; -inf for the mask token and the padding.
+
+        A row's logits do not depend on R in ``exact``.
+        """
+        with _memory_errors():
+            logits = self._linear(rows, self.weights.head, out_dtype=torch.float32)
+        logits[:, self.config.vocab_size :] = -torch.inf
+        logits[:, self.config.mask_token_id] = -torch.inf
+        return logits
+
+    @torch.inference_mode()
+    def self_test(self) -> None:
+        """Hold the exactness of this device to the test: rows alone against rows packed, with this model's
+        own matrices and its first layers. Touches no slot.
+
+        Raises InputError where bits differ, naming the operation.
+        """
+        if self.numerics != "exact":
+            return
+        generator = torch.Generator().manual_seed(0)
+        layer = self.weights.layers[0]
+        first_layers = replace(self.weights, layers=self.weights.layers[:2])
+        try:
+            for name in ("qkv", "output", "gate_up", "down"):
+                self._test_linear(name, getattr(layer, name), generator)
+            self._test_linear("head", self.weights.head, generator)
+            blocks = torch.randint(0, self.config.vocab_size, (3, self.block_length, 1), generator=generator)
+            check_row_invariance(
+                "first layers",
+                lambda rows: self._forward_rows(rows, first_layers),
+                blocks.int().to(self.device),
+            )
+        except RowInvarianceError as error:
+            raise InputError(f"numerics: exact does not hold here ({error}); use numerics: fast") from error
+
+    def _test_linear(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, self.dtype)
+        check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
+
+    def _forward_rows(self, rows: Tensor, weights: SdarWeights) -> Tensor:
+        """Blocks at position 0 that store nothing, through ``weights``: [rows, H]."""
+        tokens = rows.view(-1, self.block_length)
+        num = len(tokens)
+        return self._run(tokens, [0] * num, [0] * num, [False] * num, weights).flatten(0, 1)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        store: Sequence[bool],
+        weights: SdarWeights,
+    ) -> Tensor:
+        """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
+        num, length = tokens.shape
+        rows = -(-num * length // PANEL_ROWS) * PANEL_ROWS
+        flat = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        flat[: num * length] = tokens.reshape(-1)
+        lowest, highest = (int(value) for value in torch.aminmax(flat))
+        if lowest < MASKED or highest >= self.config.vocab_size:
+            raise ValueError(
+                f"forward: token ids {lowest} to {highest}; want -1 to {self.config.vocab_size - 1}"
+            )
+        positions = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        offsets = torch.arange(length, device=self.device)
+        positions[: num * length] = (self._ints(starts)[:, None] + offsets[None, :]).reshape(-1)
+        stored = [segment for segment, flag in enumerate(store) if flag]
+        inputs = PassInputs(
+            tokens=flat,
+            num_segments=num,
+            block_length=length,
+            cosines=self._cosines[positions],
+            sines=self._sines[positions],
+            plan=plan_attention(slots, starts, length, self.device),
+            stored=self._ints(stored),
+            stored_slots=self._ints([slots[segment] for segment in stored]),
+            stored_starts=self._ints([starts[segment] for segment in stored]),
+        )
+        with _memory_errors():
+            hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
+        return hidden[: num * length].view(num, length, -1)
+
+    def _plan_cache(self, slots: Sequence[int], starts: Sequence[int], store: Sequence[bool]) -> list[int]:
+        """The cached lengths after the pass; ValueError for a segment that cannot be run."""
+        length = self.block_length
+        cached = list(self._cached)
+        for segment, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            if not 0 <= slot < self.num_slots:
+                raise ValueError(f"segment {segment}: slot {slot}; the engine has {self.num_slots}")
+            if start < 0 or start % length or start + length > self.max_length:
+                raise ValueError(
+                    f"segment {segment}: block start {start} is off the grid of {length} "
+                    f"or beyond {self.max_length}"
+                )
+        written = sorted({(starts[i], slots[i]) for i, flag in enumerate(store) if flag})
+        if len(written) != sum(store):
+            raise ValueError("forward: two segments store the same block of a slot")
+        for start, slot in written:
+            if start > cached[slot]:
+                raise ValueError(
+                    f"slot {slot}: block {start} is stored, but only {cached[slot]} positions before it"
+                )
+            cached[slot] = start + length
+        for segment, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            if start > cached[slot]:
+                raise ValueError(
+                    f"segment {segment}: reads {start} positions of slot {slot}, {cached[slot]} are stored"
+                )
+        return cached
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def load_engine(
+    folder: Path | str,
+    *,
+    num_slots: int,
+    max_length: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    numerics: str = "exact",
+    block_length: int | None = None,
+    memory_budget_bytes: int | None = None,
+    self_test: bool = True,
+) -> Engine:
+    """Check a checkpoint folder, load it on ``device`` and make an engine for it.
+
+    Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or
+    where weights and buffers do not fit.
+    """
+    config = check_checkpoint(folder, block_length)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    plan = plan_memory(config, num_slots=max(num_slots, 1), max_length=max_length, dtype=dtype)
+    budget = memory_budget_bytes if memory_budget_bytes is not None else free_memory(torch.device(device))
+    if budget is not None:
+        check_memory(plan, budget, num_slots=max(num_slots, 1), max_length=max_length)
+    with _memory_errors():
+        weights = load_weights(folder, config, device, DTYPES[dtype])
+    engine = Engine(
+        config,
+        weights,
+        num_slots=num_slots,
+        max_length=max_length,
+        device=device,
+        dtype=DTYPES[dtype],
+        numerics=numerics,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    if self_test and engine.device.type == "cpu":
+        engine.self_test()
+    return engine
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be taken on ``device`` now; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turn the device's out-of-memory errors into ours: the driver then lowers the samples in flight."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"out of device memory ({str(error).splitlines()[0]}); lower max_in_flight"
+        ) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of host memory ({str(error).splitlines()[0]}); lower max_in_flight"
+        ) from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

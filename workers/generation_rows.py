@@ -1,0 +1,128 @@
+"""Rows of the ``generations`` table: from a decoded sample, or from an item that failed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from dlmgrid.workers.cell import Cell, reference_key
+from dlmgrid.workers.decoding.decoder import Generation
+from dlmgrid.workers.decoding.paths import Verdict, logits_digest, path_digest
+from dlmgrid.workers.tables import GENERATIONS
+from dlmgrid.workers.units import Key
+
+VERDICT_COLUMNS = (
+    "exact_tokens", "exact_path", "exact_bits",
+    "first_divergence_step", "first_divergence_position", "top2_margin",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a row was made: the same for all rows of an actor's unit."""
+
+    run_id: str
+    actor: str
+    attempt: int
+    device: str
+    runtime_fingerprint: str
+    versions: Mapping[str, str]
+
+
+def token_digest(token_ids: tuple[int, ...]) -> str:
+    """16 hexadecimal digits over a prompt's token ids."""
+    text = ",".join(map(str, token_ids))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def blank_row(cell: Cell, key: Key, provenance: Provenance) -> dict[str, Any]:
+    """A row with the key, the settings and the provenance; every other column null."""
+    row: dict[str, Any] = dict.fromkeys(GENERATIONS.names)
+    settings = cell.to_dict()
+    row.update(settings)
+    row.update(
+        seed=str(cell.seed),
+        temperature_text=format(cell.temperature, "g"),
+        cell_key=cell.cell_key,
+        item_id=key.item_id,
+        repeat=key.repeat,
+        claim=cell.claim,
+        reference_key=reference_key(cell, key.repeat, provenance.runtime_fingerprint),
+        run_id=provenance.run_id,
+        actor=provenance.actor,
+        attempt=provenance.attempt,
+        device=provenance.device,
+        runtime_fingerprint=provenance.runtime_fingerprint,
+        product_version=provenance.versions["dlmgrid"],
+        torch_version=provenance.versions["torch"],
+        triton_version=provenance.versions["triton"],
+        transformers_version=provenance.versions["transformers"],
+        finished_at=datetime.now(UTC),
+    )
+    return row
+
+
+def error_row(cell: Cell, key: Key, provenance: Provenance, error: str) -> dict[str, Any]:
+    """The row of a key that could not be generated."""
+    return {**blank_row(cell, key, provenance), "error": error}
+
+
+def generation_row(
+    cell: Cell, key: Key, provenance: Provenance, generation: Generation, text: str, *, profiled: bool
+) -> dict[str, Any]:
+    """The row of a decoded sample, its verdict still open."""
+    row = blank_row(cell, key, provenance)
+    commits = [
+        (position, token, step, margin)
+        for step, (made, margins) in enumerate(zip(generation.steps, generation.margins, strict=True))
+        for (position, token), margin in zip(made, margins, strict=True)
+    ]
+    seconds = generation.seconds
+    nfe_total = generation.nfe_prefill + generation.nfe_denoise + generation.nfe_commit
+    num_tokens = len(generation.token_ids)
+    row.update(
+        prompt_tokens=len(generation.prompt.token_ids),
+        prompt_digest=token_digest(generation.prompt.token_ids),
+        token_ids=generation.token_ids,
+        text=text,
+        stop_reason=generation.stop_reason,
+        generated_tokens=num_tokens,
+        commit_positions=[commit[0] for commit in commits],
+        commit_tokens=[commit[1] for commit in commits],
+        commit_steps=[commit[2] for commit in commits],
+        commit_margins=[commit[3] for commit in commits],
+        path_digest=path_digest(generation.steps),
+        step_digests=generation.digests,
+        logits_digest=logits_digest(generation.digests),
+        nfe_prefill=generation.nfe_prefill,
+        nfe_denoise=generation.nfe_denoise,
+        nfe_commit=generation.nfe_commit,
+        nfe_draft=0,
+        nfe_total=nfe_total,
+        rounds=generation.nfe_denoise,
+        accepted=generation.accepted,
+        accepted_per_round=sum(generation.accepted) / len(generation.accepted),
+        drafted_nodes=generation.drafted_nodes,
+        rows_computed=generation.rows_computed,
+        profiled=profiled,
+        batch_size=generation.batch_size,
+        batch_position=generation.batch_position,
+    )
+    if profiled:
+        row.update(
+            seconds_draft=seconds.draft,
+            seconds_verify=seconds.verify,
+            seconds_sample=seconds.sample,
+            seconds_other=seconds.other,
+        )
+    else:
+        row.update(seconds_wall=seconds.wall, tokens_per_second=num_tokens / seconds.wall)
+    return row
+
+
+def set_verdict(row: dict[str, Any], verdict: Verdict) -> None:
+    """Put a verdict into its columns of a row."""
+    row.update({name: getattr(verdict, name) for name in VERDICT_COLUMNS})

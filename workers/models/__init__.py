@@ -1,0 +1,1 @@
+"""Model families: checkpoints, their catalogue, and the layer loop of each family."""

@@ -1,0 +1,119 @@
+"""Names that a grid may give a model, and the published checkpoints known to run. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlmgrid.workers.errors import InputError
+
+REFERENCE = "reference"
+REFERENCE_FOLDER = Path(__file__).parent / "reference"
+
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownModel:
+    """A published checkpoint. ``parameters`` counts weights, ``cache_bytes_per_token`` is for bf16."""
+
+    name: str
+    family: str
+    block_length: int
+    cache: str
+    parameters: int
+    cache_bytes_per_token: int
+    note: str = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in bf16."""
+        return 2 * self.parameters
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Checkpoints in the SDAR format: block caches are exact, every block is committed by its own pass.
+
+    Parameters of 4B and 8B equal the published index; those of 1.7B are the geometry's with an untied head,
+    its config.json decides at loading. The sources are in the design of JetAstra/SDAR; -b8 to -b64 variants
+    of a name differ in block length only.
+    """
+    return (
+        KnownModel(
+            name="JetLM/SDAR-1.7B-Chat",
+            family="sdar",
+            block_length=4,
+            cache="block (exact)",
+            parameters=2_031_739_904,
+            cache_bytes_per_token=4 * 28 * 8 * 128,
+            note="head tied or not as its config.json says",
+        ),
+        KnownModel(
+            name="JetLM/SDAR-4B-Chat",
+            family="sdar",
+            block_length=4,
+            cache="block (exact)",
+            parameters=4_411_424_256,
+            cache_bytes_per_token=4 * 36 * 8 * 128,
+        ),
+        KnownModel(
+            name="JetLM/SDAR-8B-Chat",
+            family="sdar",
+            block_length=4,
+            cache="block (exact)",
+            parameters=8_190_735_360,
+            cache_bytes_per_token=4 * 36 * 8 * 128,
+        ),
+    )
+
+
+def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
+    """The folder of a model: the packaged reference model, a local folder, or a snapshot from the hub.
+
+    ``revision`` is a branch, tag or commit of a hub repository. The hub's own environment (HF_HOME,
+    HF_HUB_OFFLINE) is respected. Raises InputError, with the remedy, where the name leads nowhere.
+    """
+    if name == REFERENCE:
+        if not (REFERENCE_FOLDER / "config.json").exists():
+            raise InputError(
+                f"model: the reference model is not in this installation ({REFERENCE_FOLDER}); "
+                "train it with `python -m dlmgrid.jobs.train_reference`"
+            )
+        return REFERENCE_FOLDER
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder.resolve()
+    if not _is_repository(name):
+        raise InputError(
+            f"model: {name!r} is no folder here and no hub repository (want owner/name or a path)"
+        )
+    return _snapshot(name, revision)
+
+
+def _is_repository(name: str) -> bool:
+    owner, slash, rest = name.partition("/")
+    return bool(slash and owner and rest) and "/" not in rest and owner[0] not in ".~"
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise InputError(
+            f"model: {name!r} needs the package huggingface_hub; pip install huggingface_hub"
+        ) from error
+    remedy = f"run `dlmgrid prefetch` where there is a network, or point HF_HOME at a cache that holds {name}"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED_FILES)))
+    except LocalEntryNotFoundError as error:
+        raise InputError(
+            f"model: {name!r} is not in the local cache and the hub cannot be reached; {remedy}"
+        ) from error
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"model: the hub refuses {name!r} at {revision or 'its default revision'} ({reason})"
+        ) from error
+    except OSError as error:
+        raise InputError(f"model: {name!r} cannot be fetched ({error}); {remedy}") from error

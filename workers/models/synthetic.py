@@ -1,0 +1,108 @@
+"""Checkpoints with random weights, in the published layout: for tests, and for measuring speed at a model's
+shape without its weights. What they say is noise; acceptance measured on them means nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from dlmgrid.workers.models.checkpoint import ModelConfig, expected_tensors
+
+SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
+"""Special tokens of the tokenizer written here, at ids 256, 257, …; ids below are single bytes."""
+
+_NOT_IN_CONFIG = ("family", "qk_norm", "block_length", "stop_token_ids")
+
+
+def tiny_config(
+    *,
+    hidden_size: int = 64,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 16,
+    intermediate_size: int = 96,
+    tie_word_embeddings: bool = False,
+    qk_norm: bool = True,
+    block_length: int = 32,
+    max_position_embeddings: int = 2048,
+) -> ModelConfig:
+    """A small model over bytes: a vocabulary of 261, which no power of two divides."""
+    return ModelConfig(
+        family="sdar",
+        hidden_size=hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        vocab_size=256 + len(SPECIAL_TOKENS) + 1,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tie_word_embeddings,
+        qk_norm=qk_norm,
+        block_length=block_length,
+        mask_token_id=256 + SPECIAL_TOKENS.index("<|mask|>"),
+        stop_token_ids=(256 + SPECIAL_TOKENS.index("<|im_end|>"),),
+        bos_token_id=None,
+        eos_token_id=256 + SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=256,
+        max_position_embeddings=max_position_embeddings,
+        torch_dtype="float32",
+    )
+
+
+def write_random_checkpoint(
+    folder: Path, config: ModelConfig, *, seed: int = 0, num_shards: int = 1, scale: float = 0.08
+) -> None:
+    """Write a checkpoint folder: config.json, weights (normal, standard deviation ``scale``; norms around 1),
+    and a byte-level tokenizer. Weights are fp32 or, where ``config.torch_dtype`` says so, bf16."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if config.torch_dtype == "bfloat16" else torch.float32
+    tensors = {}
+    for name, shape in expected_tensors(config).items():
+        values = scale * torch.randn(shape, generator=generator)
+        tensors[name] = (values + 1.0 if len(shape) == 1 else values).to(dtype)
+    if num_shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        names = list(tensors)
+        files = {
+            name: f"model-{1 + i % num_shards:05d}-of-{num_shards:05d}.safetensors"
+            for i, name in enumerate(names)
+        }
+        for file in set(files.values()):
+            shard = {name: tensors[name] for name in names if files[name] == file}
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config_json(config), indent=1), encoding="utf-8")
+    write_byte_tokenizer(folder / "tokenizer.json")
+
+
+def config_json(config: ModelConfig) -> dict[str, object]:
+    """The config.json of a checkpoint with these settings."""
+    names = [field.name for field in fields(config) if field.name not in _NOT_IN_CONFIG]
+    values: dict[str, object] = {name: getattr(config, name) for name in names}
+    values |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "hidden_act": "silu"}
+    values |= {"block_size": config.block_length, "eos_token_id": list(config.stop_token_ids)}
+    return values
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """A tokenizer.json with one token a byte and the special tokens after them; nothing is merged."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(path))

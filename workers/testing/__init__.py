@@ -1,0 +1,1 @@
+"""Fakes that run inside workers; a class defined in a test module could not be imported there."""
