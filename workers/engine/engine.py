@@ -107,7 +107,6 @@ class Engine:
         """Forget what ``slot`` holds; the next sample starts at position 0."""
         self._cached[slot] = 0
 
-    @torch.inference_mode()
     def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
 
@@ -126,9 +125,9 @@ class Engine:
         cached = self._plan_cache(slot_list, start_list, store_list)
         hidden = self._run(tokens, slot_list, start_list, store_list, self.weights)
         self._cached = cached
-        return hidden
+        return hidden.clone()  # a plain tensor, which callers may work on in place
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
         """Logits of ``rows`` [R, H] (any R): [R, V padded] fp32; -inf for the mask token and the padding.
 
@@ -140,7 +139,7 @@ class Engine:
         logits[:, self.config.mask_token_id] = -torch.inf
         return logits
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def self_test(self) -> None:
         """Hold the exactness of this device to the test: rows alone against rows packed, with this model's
         own matrices and its first layers. Touches no slot.
@@ -175,6 +174,7 @@ class Engine:
         num = len(tokens)
         return self._run(tokens, [0] * num, [0] * num, [False] * num, weights).flatten(0, 1)
 
+    @torch.inference_mode()
     def _run(
         self,
         tokens: Tensor,

@@ -119,6 +119,7 @@ def test_equals_the_stock_decoder_alone_packed_and_with_a_cached_prefix(
     expected = [known_columns(config, oracle(config, folder, tokens)) for tokens in whole]
 
     hidden = prefill(engine, prompt, 1)
+    assert not hidden.is_inference()  # callers may work on it in place
     logits = known_columns(config, engine.logits(hidden.flatten(0, 1)))
     assert (logits - expected[0][:128]).abs().max() <= 1e-5
     for segment in range(3):  # alone, with a cached prefix
@@ -231,6 +232,8 @@ def test_logits_are_minus_infinity_for_the_mask_token_and_the_padding(tmp_path: 
     logits = engine.logits(torch.randn(7, config.hidden_size))
     assert logits.shape == (7, 320)
     assert engine.vocab_padded == 320
+    assert not logits.requires_grad
+    logits.mul_(1.0)  # a plain tensor: callers may work on it in place
     absent = logits == -torch.inf
     assert absent[:, config.vocab_size :].all()
     assert absent[:, config.mask_token_id].all()
