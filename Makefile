@@ -19,7 +19,7 @@ demo: $(STAMP) ## decode, score and report a small grid with the shipped model (
 	$(RUN) $(VENV_PYTHON) -m dlmgrid.jobs.cli report $(DEMO_OUT)
 
 test: $(STAMP) ## run the tests that need no GPU
-	$(RUN) $(VENV_PYTHON) -m pytest -q -m "not gpu" $(ARGS)
+	$(RUN) $(VENV_PYTHON) -m pytest -q --timeout 600 -m "not gpu" $(ARGS)
 
 lint: $(STAMP) ## ruff (lint, format) and mypy
 	$(VENV)/bin/ruff check .
@@ -36,7 +36,7 @@ wheel: $(STAMP) ## build a wheel from the committed tree into dist/
 	$(VENV_PYTHON) -m build --wheel --outdir dist out/export
 
 gpu-test: checkout ## run the tests that need a CUDA device, with PYTHON (default python3)
-	$(or $(PYTHON),python3) -m pytest -q -m gpu $(ARGS)
+	$(or $(PYTHON),python3) -m pytest -q -m gpu tests/kernels tests/workers/engine tests/workers/decoding tests/workers/test_unit_runner.py $(ARGS)
 
 links: ## put back the links in dlmgrid/ that a zip or core.symlinks=false has lost
 	@for folder in cluster workers kernels jobs; do \

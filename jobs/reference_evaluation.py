@@ -1,4 +1,5 @@
-"""A plain evaluation of the reference model: one commit per step, no cache, no drafts, its own decode loop."""
+"""A plain evaluation of the reference model: one commit per step, no cache, no drafts, its own decode
+loop."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from dlmgrid.jobs.reference_model import ModelSettings, ReferenceModel, block_causal_mask
-from dlmgrid.jobs.reference_text import MASK, TURN_END, render_prompt
+from dlmgrid.jobs.reference_text import MASK, TURN_END, render_prompt, special_id
 from dlmgrid.workers.benchmarks import functions, words
 from dlmgrid.workers.items import Item
 
@@ -27,7 +27,8 @@ PROGRAM_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Answers cut before the stop token, and how often a commit's token was the previous pass's argmax there."""
+    """Answers cut before the stop token, and how often a commit's token was the previous pass's argmax
+    there."""
 
     token_ids: list[list[int]]
     num_commits: int
@@ -52,10 +53,10 @@ def decode_static(
 ) -> Decoded:
     """Static decoding of all prompts together, one commit per step and sequence.
 
-    At temperature 0 the token is the argmax and its confidence the softmax probability; above, the token is
-    sampled with fresh noise at every step and the confidence is its tempered probability. The mask token is never
-    committed; a tie goes to the leftmost position. Commits of a block's first pass, for which there is no previous
-    one, do not count towards the stale-token hit rate.
+    At temperature 0 the token is the argmax and its confidence the softmax probability; above, the token
+    is sampled with fresh noise at every step and the confidence is its tempered probability. The mask
+    token is never committed; a tie goes to the leftmost position. Commits of a block's first pass, for
+    which there is no previous one, do not count towards the stale-token hit rate.
     """
     device = next(model.parameters()).device
     L = model.settings.block_size
@@ -77,7 +78,8 @@ def decode_static(
     num_commits = num_hits = num_ended = 0
     while len(alive):
         window = block[alive, None] * L + torch.arange(L, device=device)[None, :]
-        hidden = model.hidden(ids[alive], positions, attention)
+        seen = int(window.max()) + 1  # no block sees a later one
+        hidden = model.hidden(ids[alive, :seen], positions[:seen], attention[:seen, :seen])
         rows = hidden.gather(1, window[:, :, None].expand(-1, -1, hidden.shape[-1]))
         logits = model.logits(rows).float()
         logits[..., mask_token_id] = -torch.inf
@@ -149,7 +151,8 @@ def _score_functions(texts: list[str], items: list[Item]) -> list[int]:
 def evaluate(
     model: ReferenceModel, tokenizer: Tokenizer, *, num_words: int, num_functions: int, gen_length: int
 ) -> dict[str, Any]:
-    """Held-out accuracy at T = 0 and T = 1, stale-token hit rate, share of outputs that T = 1 changes, lengths."""
+    """Held-out accuracy at T = 0 and T = 1, stale-token hit rate, share of outputs that T = 1 changes,
+    lengths."""
     model.eval()
     benchmarks: tuple[tuple[str, list[Item], Callable[[list[str], list[Item]], list[int]]], ...] = (
         ("words", words.held_out_items(num_words), _score_words),
@@ -165,8 +168,8 @@ def evaluate(
                 prompts,
                 gen_length=gen_length,
                 temperature=temperature,
-                mask_token_id=tokenizer.token_to_id(MASK),
-                stop_token_id=tokenizer.token_to_id(TURN_END),
+                mask_token_id=special_id(tokenizer, MASK),
+                stop_token_id=special_id(tokenizer, TURN_END),
             )
             for temperature in (0.0, 1.0)
         ]

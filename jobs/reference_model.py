@@ -1,9 +1,10 @@
-"""The reference model while it trains: SDAR's architecture in plain PyTorch, and the block-diffusion objective.
+"""The reference model while it trains: SDAR's architecture in plain PyTorch, and the block-diffusion
+objective.
 
-B batch, L sequence length, H heads, K key/value heads, D head dimension, V vocabulary. Tensor names are those of
-SDAR's checkpoints (JetAstra/SDAR), so the state dict is the checkpoint. Decoding goes through
-``dlmgrid.workers.models`` instead; this module exists for training and for an evaluation that shares no code
-with what it evaluates.
+B batch, L sequence length, H heads, K key/value heads, D head dimension, V vocabulary. Tensor names are
+those of SDAR's checkpoints (JetAstra/SDAR), so the state dict is the checkpoint. Decoding goes through
+``dlmgrid.workers.models`` instead; this module exists for training and for an evaluation that shares no
+code with what it evaluates.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 def rotary_tables(positions: Tensor, settings: ModelSettings) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, L, -1, D).transpose(1, 2)
         k = k.repeat_interleave(groups, dim=1).to(v.dtype)
         v = v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q.to(v.dtype), k, v, attn_mask=mask)
+        out = functional.scaled_dot_product_attention(q.to(v.dtype), k, v, attn_mask=mask)
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(B, L, -1))
         return result
 
@@ -92,7 +93,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(settings.intermediate_size, settings.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return result
 
 
@@ -119,7 +120,8 @@ class Backbone(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """A tied-embedding SDAR decoder. ``model.*`` are the checkpoint's tensors; there is no ``lm_head.weight``."""
+    """A tied-embedding SDAR decoder. ``model.*`` are the checkpoint's tensors; there is no
+    ``lm_head.weight``."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -132,7 +134,8 @@ class ReferenceModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * (scale if residual else 1.0))
 
     def hidden(self, token_ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Final normed states [B, L, hidden] for ids [B, L], positions [L], boolean mask [L, L] (True: attend)."""
+        """Final normed states [B, L, hidden] for ids [B, L], positions [L], boolean mask [L, L] (True:
+        attend)."""
         x = self.model.embed_tokens(token_ids)
         cos, sin = rotary_tables(positions, self.settings)
         for layer in self.model.layers:
@@ -142,7 +145,7 @@ class ReferenceModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]; row i predicts position i."""
-        return F.linear(hidden, self.model.embed_tokens.weight)
+        return functional.linear(hidden, self.model.embed_tokens.weight)
 
 
 def block_causal_mask(length: int, block_length: int, device: torch.device) -> Tensor:
@@ -152,8 +155,9 @@ def block_causal_mask(length: int, block_length: int, device: torch.device) -> T
 
 
 def training_mask(length: int, block_length: int, device: torch.device) -> Tensor:
-    """[2L, 2L] over a clean copy, then a noised copy: clean sees clean block-causally, a noised block sees the
-    clean blocks before it and itself (the vectorised objective of BD3-LM, arXiv:2503.09573, section 3)."""
+    """[2L, 2L] over a clean copy, then a noised copy: clean sees clean block-causally, a noised block
+    sees the clean blocks before it and itself (the vectorised objective of BD3-LM, arXiv:2503.09573,
+    section 3)."""
     block = torch.arange(length, device=device) // block_length
     query, key = block[:, None], block[None, :]
     clean = torch.cat((query >= key, torch.zeros_like(query >= key)), dim=1)
@@ -163,7 +167,8 @@ def training_mask(length: int, block_length: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Noised:
-    """A noised batch: ids [B, L], which positions are masked [B, L] and the weight of each one's loss [B, L]."""
+    """A noised batch: ids [B, L], which positions are masked [B, L] and the weight of each one's loss [B,
+    L]."""
 
     token_ids: Tensor
     masked: Tensor
@@ -171,13 +176,17 @@ class Noised:
 
 
 def add_noise(
-    token_ids: Tensor, prompt_lengths: Tensor, block_length: int, mask_token_id: int, generator: torch.Generator
+    token_ids: Tensor,
+    prompt_lengths: Tensor,
+    block_length: int,
+    mask_token_id: int,
+    generator: torch.Generator,
 ) -> Noised:
     """Mask m of the n answer positions of every block, m uniform in 1..n, the m positions uniform.
 
-    A masked position weighs n / m: summed over positions this is the any-order bound on the block's negative log
-    likelihood, the discrete form of the 1/t weight. Prompt positions are never masked, also those that share a
-    block with the answer.
+    A masked position weighs n / m: summed over positions this is the any-order bound on the block's
+    negative log likelihood, the discrete form of the 1/t weight. Prompt positions are never masked, also
+    those that share a block with the answer.
     """
     B, L = token_ids.shape
     device = token_ids.device
@@ -194,7 +203,9 @@ def add_noise(
     return Noised(token_ids.masked_fill(masked, mask_token_id), masked, weights.view(B, L))
 
 
-def diffusion_loss(model: ReferenceModel, token_ids: Tensor, prompt_lengths: Tensor, noised: Noised) -> Tensor:
+def diffusion_loss(
+    model: ReferenceModel, token_ids: Tensor, prompt_lengths: Tensor, noised: Noised
+) -> Tensor:
     """The bound on the negative log likelihood, in nats per answer token (scalar)."""
     L = token_ids.shape[1]
     device = token_ids.device
@@ -202,6 +213,6 @@ def diffusion_loss(model: ReferenceModel, token_ids: Tensor, prompt_lengths: Ten
     positions = torch.arange(L, device=device).repeat(2)
     hidden = model.hidden(torch.cat((token_ids, noised.token_ids), dim=1), positions, mask)[:, L:]
     logits = model.logits(hidden).float().flatten(0, 1)  # the loss over [B, V, L] has no deterministic kernel
-    loss = F.cross_entropy(logits, token_ids.flatten(), reduction="none")
+    loss = functional.cross_entropy(logits, token_ids.flatten(), reduction="none")
     num_answer = (L - prompt_lengths).sum()
     return (loss * noised.weights.flatten()).sum() / num_answer

@@ -19,7 +19,7 @@ from dlmgrid.workers.benchmarks.generated import Example
 PAD, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END, MASK)
 
-# Letters, one digit at a time, both with a leading space, punctuation runs, a line break with its indentation, blanks.
+# Letters or one digit, with a space before; a line break with its indentation; punctuation; blanks.
 _PIECES = r" ?\p{L}+| ?\p{N}|\n *| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = (
@@ -71,13 +71,23 @@ def train_tokenizer(settings: TextSettings) -> Tokenizer:
         show_progress=False,
     )
     examples = _shard_examples(settings, 0, settings.tokenizer_examples)
-    texts = (text for example in examples for text in (f"user\n{example.prompt}", f"assistant\n{example.answer}"))
+    texts = (
+        text for example in examples for text in (f"user\n{example.prompt}", f"assistant\n{example.answer}")
+    )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != settings.vocab_size:
         raise ValueError(
             f"vocab_size {settings.vocab_size}: the text supports only {tokenizer.get_vocab_size()} tokens"
         )
     return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token. Raises ValueError if the tokenizer lacks it."""
+    token_id: int | None = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return token_id
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
@@ -99,8 +109,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> No
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """Examples that end in the same block: ``token_ids`` is [N, num_blocks × block_length], answers end in stop
-    ids to the end of their last block, ``prompt_lengths`` is [N]."""
+    """Examples that end in the same block: ``token_ids`` is [N, num_blocks × block_length], answers end
+    in stop ids to the end of their last block, ``prompt_lengths`` is [N]."""
 
     token_ids: NDArray[np.int16]
     prompt_lengths: NDArray[np.int16]
@@ -110,7 +120,7 @@ def encode_examples(
     tokenizer: Tokenizer, examples: list[Example], block_length: int
 ) -> dict[int, LengthGroup]:
     """The examples as token ids, by their number of blocks."""
-    stop = tokenizer.token_to_id(TURN_END)
+    stop = special_id(tokenizer, TURN_END)
     prompts = tokenizer.encode_batch_fast([render_prompt(example.prompt) for example in examples])
     answers = tokenizer.encode_batch_fast([example.answer for example in examples])
     rows: dict[int, list[list[int]]] = {}

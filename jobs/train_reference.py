@@ -1,9 +1,10 @@
-"""Train the reference model: ``python -m dlmgrid.jobs.train_reference --device cuda --steps N --out FOLDER``.
+"""Train the reference model: ``python -m dlmgrid.jobs.train_reference --device cuda --steps N --out
+FOLDER``.
 
-Writes the text, trains a tokenizer and a block-diffusion model in SDAR's checkpoint format, evaluates it on
-held-out problems and writes a model card. The same settings and seed give the same weights on one kind of device.
-``--minutes`` chooses the number of steps by measuring the first ones; give the number it reports as ``--steps`` to
-repeat a run.
+Writes the text, trains a tokenizer and a block-diffusion model in SDAR's checkpoint format, evaluates it
+on held-out problems and writes a model card. The same settings and seed give the same weights on one kind
+of device. ``--minutes`` chooses the number of steps by measuring the first ones; give the number it
+reports as ``--steps`` to repeat a run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dlmgrid.jobs.reference_text import (
     LengthGroup,
     TextSettings,
     save_tokenizer,
+    special_id,
     train_tokenizer,
     training_text,
 )
@@ -55,7 +57,8 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run leaves: the model, its loss curve as (step, mean loss since the last point), time and steps."""
+    """What a run leaves: the model, its loss curve as (step, mean loss since the last point), time and
+    steps."""
 
     model: ReferenceModel
     losses: list[tuple[int, float]]
@@ -64,8 +67,8 @@ class Trained:
 
 
 class Batches:
-    """Batches of one length each, drawn in proportion to the lengths' share; every group is reshuffled when it is
-    used up. The order depends on the seed only."""
+    """Batches of one length each, drawn in proportion to the lengths' share; every group is reshuffled
+    when it is used up. The order depends on the seed only."""
 
     def __init__(
         self, groups: dict[int, LengthGroup], *, batch_tokens: int, seed: int, device: torch.device
@@ -73,9 +76,7 @@ class Batches:
         self.generator = torch.Generator().manual_seed(seed)
         self.token_ids = [torch.from_numpy(group.token_ids).to(device) for group in groups.values()]
         self.prompt_lengths = [torch.from_numpy(group.prompt_lengths).to(device) for group in groups.values()]
-        self.sizes = [
-            max(1, min(len(ids), batch_tokens // ids.shape[1])) for ids in self.token_ids
-        ]
+        self.sizes = [max(1, min(len(ids), batch_tokens // ids.shape[1])) for ids in self.token_ids]
         self.shares = torch.tensor([float(ids.numel()) for ids in self.token_ids])
         self.orders = [torch.empty(0, dtype=torch.long) for _ in self.token_ids]
         self.device = device
@@ -107,7 +108,8 @@ def train(
     device: torch.device,
     minutes: float | None = None,
 ) -> Trained:
-    """Train from scratch. With ``minutes``, the number of steps is what the time allows at the measured speed."""
+    """Train from scratch. With ``minutes``, the number of steps is what the time allows at the measured
+    speed."""
     torch.manual_seed(settings.seed)
     model = ReferenceModel(settings.model).to(device)
     decayed = [p for p in model.parameters() if p.dim() == 2]
@@ -143,7 +145,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = diffusion_loss(model, token_ids, prompt_lengths, noised)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         window.append(loss.detach())
@@ -151,16 +153,22 @@ def train(
         if step % settings.log_every == 0 or step == steps:
             losses.append((step, torch.stack(window).mean().item()))
             window.clear()
-            print(f"step {step}/{steps} loss {losses[-1][1]:.4f} {time.perf_counter() - started:.0f} s", flush=True)
+            print(
+                f"step {step}/{steps} loss {losses[-1][1]:.4f} {time.perf_counter() - started:.0f} s",
+                flush=True,
+            )
             if not math.isfinite(losses[-1][1]):
-                raise FloatingPointError(f"the loss is {losses[-1][1]} at step {step}: lower the learning rate")
+                raise FloatingPointError(
+                    f"the loss is {losses[-1][1]} at step {step}: lower the learning rate"
+                )
     return Trained(model, losses, steps, time.perf_counter() - started)
 
 
 def save_checkpoint(model: ReferenceModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config.json, generation_config.json, model.safetensors (bf16) and the tokenizer, in SDAR's format."""
+    """Write config.json, generation_config.json, model.safetensors (bf16) and the tokenizer, in SDAR's
+    format."""
     folder.mkdir(parents=True, exist_ok=True)
-    stop, pad, mask = (tokenizer.token_to_id(token) for token in (TURN_END, PAD, MASK))
+    stop, pad, mask = (special_id(tokenizer, token) for token in (TURN_END, PAD, MASK))
     config = {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",
@@ -168,7 +176,6 @@ def save_checkpoint(model: ReferenceModel, tokenizer: Tokenizer, folder: Path) -
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
-        "rope_scaling": None,
         "use_sliding_window": False,
         "tie_word_embeddings": True,
         "mask_token_id": mask,
@@ -181,7 +188,9 @@ def save_checkpoint(model: ReferenceModel, tokenizer: Tokenizer, folder: Path) -
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_tokenizer(tokenizer, folder, max_length=model.settings.max_position_embeddings)
-    tensors = {name: tensor.detach().cpu().bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu().bfloat16().contiguous() for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -209,7 +218,11 @@ def run(
     sizes = {str(blocks): len(group.token_ids) for blocks, group in groups.items()}
     print(f"text: {time.perf_counter() - started:.0f} s, examples by number of blocks {sizes}", flush=True)
     trained = train(
-        settings, groups, mask_token_id=tokenizer.token_to_id(MASK), device=torch.device(device), minutes=minutes
+        settings,
+        groups,
+        mask_token_id=special_id(tokenizer, MASK),
+        device=torch.device(device),
+        minutes=minutes,
     )
     save_checkpoint(trained.model, tokenizer, out)
     record: dict[str, Any] = {
@@ -234,7 +247,9 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     length = parser.add_mutually_exclusive_group(required=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
+from dlmgrid.workers.errors import DlmgridError
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import Key, WorkUnit
@@ -54,8 +55,11 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    rows = read_table([str(arguments.source)], GENERATIONS).to_pylist()
-    again = recompute_rows(rows, arguments.checkpoint, arguments.inputs, arguments.device)
+    try:
+        rows = read_table([str(arguments.source)], GENERATIONS).to_pylist()
+        again = recompute_rows(rows, arguments.checkpoint, arguments.inputs, arguments.device)
+    except DlmgridError as error:
+        parser.exit(2, f"error: {error}\n")
     write_table(str(arguments.target), to_table(GENERATIONS, again))
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,17 +31,19 @@ TILE_KEYS = 64
 SPLIT_KEYS = 512
 TILES_PER_SPLIT = SPLIT_KEYS // TILE_KEYS
 
-_SCORES_AT_ONCE = 1 << 23
-"""Scores of one group held at once: bounds memory (32 MiB) and keeps a group near the caches. Not part of the
-tree: segments are independent."""
+_KEYS_AT_ONCE = 1 << 12
+"""Keys of all segments of a group whose scores are held at once. It bounds memory; no bit depends on it."""
+
+_LEAST_EXPONENT = -80.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileGroup:
-    """Segments of one pass whose blocks end in the same tile. Tensors lie on the pass's device."""
+    """Segments of one pass whose blocks end in the same tile: ``first`` to ``stop`` in the plan's order."""
 
     num_tiles: int
-    segments: Tensor  # [n] int64, rows of the pass
+    first: int
+    stop: int
     slots: tuple[int, ...]
     slot_index: Tensor  # [n] int64
     block_in_tile: Tensor  # [n] int64: which of the TILE_KEYS / L blocks of the last tile is the own one
@@ -49,10 +52,16 @@ class TileGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """What every layer of one pass shares: where each segment's keys are."""
+    """What every layer of one pass shares: where each segment's keys are.
+
+    ``order`` sorts the segments by the number of tiles they read, ``inverse`` sorts them back; both None
+    where they are in that order already.
+    """
 
     block_length: int
     num_segments: int
+    order: Tensor | None  # [N] int64
+    inverse: Tensor | None  # [N] int64
     groups: tuple[TileGroup, ...]
 
 
@@ -65,27 +74,40 @@ def plan_attention(
     """
     if not 1 <= block_length <= TILE_KEYS or TILE_KEYS % block_length:
         raise ValueError(f"block length {block_length} does not divide the key tile of {TILE_KEYS}")
-    by_tiles: dict[int, list[int]] = {}
     for segment, start in enumerate(block_starts):
         if start < 0 or start % block_length:
             raise ValueError(f"segment {segment}: block start {start} is not on the grid of {block_length}")
-        by_tiles.setdefault(start // TILE_KEYS + 1, []).append(segment)
+    order = sorted(range(len(block_starts)), key=lambda segment: block_starts[segment] // TILE_KEYS)
     keys = torch.arange(TILE_KEYS)
-    groups = []
-    for num_tiles, segments in sorted(by_tiles.items()):
-        offsets = torch.tensor([block_starts[segment] % TILE_KEYS for segment in segments])
-        group_slots = tuple(slots[segment] for segment in segments)
-        groups.append(
-            TileGroup(
-                num_tiles=num_tiles,
-                segments=torch.tensor(segments).to(device),
-                slots=group_slots,
-                slot_index=torch.tensor(group_slots).to(device),
-                block_in_tile=(offsets // block_length).to(device),
-                absent=(keys[None, :] >= offsets[:, None] + block_length).to(device),
+    groups: list[TileGroup] = []
+    for last_tile, members in groupby(order, key=lambda segment: block_starts[segment] // TILE_KEYS):
+        segments = list(members)
+        # at most so many together that their scores stay in bounds; no bit depends on it
+        step = max(1, _KEYS_AT_ONCE // ((last_tile + 1) * TILE_KEYS))
+        for start in range(0, len(segments), step):
+            chosen = segments[start : start + step]
+            offsets = torch.tensor([block_starts[segment] % TILE_KEYS for segment in chosen])
+            first = groups[-1].stop if groups else 0
+            groups.append(
+                TileGroup(
+                    num_tiles=last_tile + 1,
+                    first=first,
+                    stop=first + len(chosen),
+                    slots=tuple(slots[segment] for segment in chosen),
+                    slot_index=torch.tensor([slots[segment] for segment in chosen]).to(device),
+                    block_in_tile=(offsets // block_length).to(device),
+                    absent=(keys[None, :] >= offsets[:, None] + block_length).to(device),
+                )
             )
-        )
-    return AttentionPlan(block_length=block_length, num_segments=len(block_starts), groups=tuple(groups))
+    is_sorted = order == list(range(len(order)))
+    permutation = torch.tensor(order, dtype=torch.int64)
+    return AttentionPlan(
+        block_length=block_length,
+        num_segments=len(block_starts),
+        order=None if is_sorted else permutation.to(device),
+        inverse=None if is_sorted else permutation.argsort().to(device),
+        groups=tuple(groups),
+    )
 
 
 def write_cache(cache: Tensor, values: Tensor, slots: Tensor, block_starts: Tensor) -> None:
@@ -113,9 +135,9 @@ def block_attention(
     """Attend from ``queries`` [N, L, Hq, d] to prefix and own block (``keys``, ``values`` [N, L, Hkv, d]).
 
     Returns the output [N, L, Hq, d] in the queries' dtype and the natural-log-sum-exp of the scaled scores
-    [N, L, Hq] in fp32. ``scale`` is d^-0.5 unless given. Blocks that a pass stores must be in the cache
-    before this is called. With bf16 values the probabilities are rounded to bf16 before their product, as
-    tensor cores take them.
+    [N, L, Hq] in fp32. ``scale``, by default d^-0.5, goes onto the queries. Blocks that a pass stores must be
+    in the cache before this is called. With bf16 values the probabilities are rounded to bf16 before their
+    product, as tensor cores take them.
     """
     num, length, num_heads, width = queries.shape
     num_kv_heads = keys.shape[2]
@@ -133,84 +155,72 @@ def block_attention(
         )
     scale = width**-0.5 if scale is None else scale
     group = num_heads // num_kv_heads
+    if plan.order is not None:
+        queries, keys, values = queries[plan.order], keys[plan.order], values[plan.order]
     # [N, L, Hkv, G, d] -> [N, Hkv, G * L, d]: the rows that share a key head
-    rows = (
-        queries.float()
-        .unflatten(2, (num_kv_heads, group))
-        .permute(0, 2, 3, 1, 4)
-        .reshape(num, num_kv_heads, group * length, width)
-    )
+    rows = queries.float().view(num, length, num_kv_heads, group, width).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(num, num_kv_heads, group * length, width) * scale
     output = torch.empty_like(rows)
     log_sums = rows.new_empty(rows.shape[:3])
     for tiles in plan.groups:
-        step = max(1, _SCORES_AT_ONCE // (tiles.num_tiles * num_kv_heads * group * length * TILE_KEYS))
-        for first in range(0, len(tiles.slots), step):
-            part = slice(first, first + step)
-            index = tiles.segments[part]
-            output[index], log_sums[index] = _attend_group(
-                rows[index], keys[index], values[index], key_cache, value_cache, tiles, part, scale
-            )
-    by_head = output.view(num, num_kv_heads, group, length, width).permute(0, 3, 1, 2, 4)
-    return (
-        by_head.reshape(num, length, num_heads, width).to(queries.dtype),
-        log_sums.view(num, num_kv_heads, group, length).permute(0, 3, 1, 2).reshape(num, length, num_heads),
-    )
+        part = slice(tiles.first, tiles.stop)
+        output[part], log_sums[part] = _attend_group(
+            rows[part], keys[part], values[part], key_cache, value_cache, tiles
+        )
+    by_position = output.view(num, num_kv_heads, group, length, width).permute(0, 3, 1, 2, 4)
+    attended = by_position.reshape(num, length, num_heads, width).to(queries.dtype)
+    sums = log_sums.view(num, num_kv_heads, group, length).permute(0, 3, 1, 2).reshape(num, length, num_heads)
+    if plan.inverse is not None:
+        attended, sums = attended[plan.inverse], sums[plan.inverse]
+    return attended, sums
 
 
 def _attend_group(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    tiles: TileGroup,
-    part: slice,
-    scale: float,
+    rows: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: TileGroup
 ) -> tuple[Tensor, Tensor]:
-    """Segments that read the same number of tiles: output [n, Hkv, M, d] and log-sum-exp [n, Hkv, M]."""
+    """Segments that read the same number of tiles: output [n, Hkv, M, d] and log-sum-exp [n, Hkv, M].
+
+    ``rows`` [n, Hkv, M, d] are scaled queries.
+    """
     num, num_kv_heads, num_rows, width = rows.shape
     full = tiles.num_tiles - 1
-    slots = tiles.slots[part]
-    absent = tiles.absent[part]
 
-    last_keys = _last_tile(key_cache, keys, tiles, part).float()
-    last_values = _last_tile(value_cache, values, tiles, part).float()
-    last_values.masked_fill_(absent[:, None, :, None], 0.0)
-    last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2)).unflatten(
-        0, (num, num_kv_heads)
-    )
-    last.mul_(scale).masked_fill_(absent[:, None, None, :], -math.inf)
+    last_keys = _last_tile(key_cache, keys, tiles).float()
+    last_values = _last_tile(value_cache, values, tiles).float()
+    last_values.masked_fill_(tiles.absent[:, None, :, None], 0.0)
+    last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2))
+    last = last.view(num, num_kv_heads, num_rows, TILE_KEYS)
+    absent = tiles.absent[:, None, None, :]
+    last.masked_fill_(absent, -math.inf)
     last_maximum = last.amax(-1)
     if not full:
-        weights = last.sub_(last_maximum[..., None]).exp_()
+        weights = _exponentials(last, last_maximum).masked_fill_(absent, 0.0)
         sums = weights.sum(-1)
         output = _weigh(weights, last_values, value_cache.dtype)
         return output.div_(sums[..., None]), last_maximum.add_(sums.log())
 
     # tiles that lie whole in the cache: shared by the branches of a sample, read in place
-    prefix_keys = {slot: key_cache[slot, :full].float().flatten(0, 1).transpose(1, 2) for slot in set(slots)}
-    prefix_values = {slot: value_cache[slot, :full].float().flatten(0, 1) for slot in set(slots)}
+    num_entries = full * num_kv_heads
+    prefix_keys = key_cache.flatten(1, 2).transpose(2, 3)
+    prefix_values = value_cache.flatten(1, 2)
     scores = rows.new_empty((num, full, num_kv_heads, num_rows, TILE_KEYS))
-    for segment, slot in enumerate(slots):
-        repeated = rows[segment].expand(full, -1, -1, -1).reshape(full * num_kv_heads, num_rows, width)
-        torch.bmm(repeated, prefix_keys[slot], out=scores[segment].flatten(0, 1))
-    scores.mul_(scale)
+    repeated = rows[:, None].expand(-1, full, -1, -1, -1).reshape(num, num_entries, num_rows, width)
+    _multiply_each(repeated, prefix_keys, tiles.slots, scores.flatten(1, 2))
 
     # maximum[t]: the running maximum of a split after its tile t
     maximum = torch.cat([scores.amax(-1), last_maximum[:, None]], 1)
     for tile in range(1, full + 1):
         if tile % TILES_PER_SPLIT:
             torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
-    decay = maximum[:, :-1].sub(maximum[:, 1:]).exp_()  # read only inside a split
-    scores.sub_(maximum[:, :-1, ..., None]).exp_()
-    last.sub_(maximum[:, -1, ..., None]).exp_()
+    decay = (
+        maximum[:, :-1].sub(maximum[:, 1:]).clamp_(_LEAST_EXPONENT, 0.0).exp_()
+    )  # read only inside a split
+    scores = _exponentials(scores, maximum[:, :-1])
+    last = _exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
     sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)
     outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))
-    rounded = scores.to(value_cache.dtype).float()
-    for segment, slot in enumerate(slots):
-        torch.bmm(
-            rounded[segment].flatten(0, 1), prefix_values[slot], out=outputs[segment, :full].flatten(0, 1)
-        )
+    rounded = scores.to(value_cache.dtype).float().flatten(1, 2)
+    _multiply_each(rounded, prefix_values, tiles.slots, outputs[:, :full].flatten(1, 2))
     outputs[:, full] = _weigh(last, last_values, value_cache.dtype)
 
     merged: tuple[Tensor, Tensor, Tensor] | None = None
@@ -227,12 +237,34 @@ def _attend_group(
     return output / total[..., None], maximum + total.log()
 
 
+def _multiply_each(left: Tensor, cache: Tensor, slots: Sequence[int], out: Tensor) -> None:
+    """``out[i] = left[i] @ cache[slots[i]]`` [n, e, ., .], over the first e entries of each slot, in fp32.
+
+    Each slot's part of the cache is read where it lies (and widened once where it is not fp32).
+    """
+    num_entries = left.shape[1]
+    parts = {slot: cache[slot, :num_entries].float() for slot in set(slots)}
+    for one, slot, result in zip(left.unbind(0), slots, out.unbind(0), strict=True):
+        torch.bmm(one, parts[slot], out=result)
+
+
+def _exponentials(scores: Tensor, maximum: Tensor) -> Tensor:
+    """exp(scores - maximum) in place, ``maximum`` without the last dimension.
+
+    Exponents below -80 count as -80: such a weight is lost in any sum that holds the maximum's weight of 1,
+    and the vendor's exponential takes a hundred times as long where results underflow.
+    """
+    return scores.sub_(maximum[..., None]).clamp_(min=_LEAST_EXPONENT).exp_()
+
+
 def _merge(
     left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Join two splits, each (maximum, sum, unnormalised output), the earlier one first."""
     maximum = torch.maximum(left[0], right[0])
-    left_factor, right_factor = (left[0] - maximum).exp_(), (right[0] - maximum).exp_()
+    left_factor, right_factor = (
+        value.sub(maximum).clamp_(min=_LEAST_EXPONENT).exp_() for value in (left[0], right[0])
+    )
     total = left[1] * left_factor + right[1] * right_factor
     output = left[2] * left_factor[..., None] + right[2] * right_factor[..., None]
     return maximum, total, output
@@ -245,10 +277,12 @@ def _weigh(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     return product.view(*weights.shape[:3], values.shape[3])
 
 
-def _last_tile(cache: Tensor, own: Tensor, tiles: TileGroup, part: slice) -> Tensor:
+def _last_tile(cache: Tensor, own: Tensor, tiles: TileGroup) -> Tensor:
     """The tile with the own block, from the cache and ``own`` [n, L, Hkv, d]: [n, Hkv, TILE, d]."""
-    num, length = own.shape[:2]
-    tile = cache[tiles.slot_index[part], tiles.num_tiles - 1]
-    by_block = tile.unflatten(2, (TILE_KEYS // length, length))
-    by_block[torch.arange(num, device=tile.device), :, tiles.block_in_tile[part]] = own.transpose(1, 2)
+    num, length, num_kv_heads, width = own.shape
+    if length == TILE_KEYS:
+        return own.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    tile = cache[tiles.slot_index, tiles.num_tiles - 1]
+    by_block = tile.view(num, num_kv_heads, TILE_KEYS // length, length, width)
+    by_block[torch.arange(num, device=tile.device), :, tiles.block_in_tile] = own.transpose(1, 2)
     return tile

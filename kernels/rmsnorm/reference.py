@@ -8,7 +8,6 @@ of 32 (kernels/gemm), so that no reduction changes its shape with what else is p
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -16,13 +15,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x`` [R, H] fp32 or bf16 normalised along H and scaled by ``weight`` [H]; same dtype, one rounding."""
     if x.dim() != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"rms_norm: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
-    values = x.float().contiguous()
-    mean_square = (values * values).sum(-1, keepdim=True).div_(x.shape[1])
-    scale = mean_square.add_(eps).sqrt_().reciprocal_()
-    return (values * scale).mul_(weight.float()).to(x.dtype)
+    return _normalised(x, eps).mul_(weight.float()).to(x.dtype)
 
 
 def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x`` [R, heads, d] normalised head by head and scaled by ``weight`` [d]: the q/k norms."""
-    rows, heads, width = x.shape
-    return rms_norm(x.reshape(rows * heads, width), weight, eps).view(torch.Size((rows, heads, width)))
+    """``x`` [R, heads, d] normalised head by head, head h scaled by ``weight[h]`` ([heads, d]); same
+    dtype.
+    """
+    if x.dim() != 3 or weight.shape != x.shape[1:]:
+        raise ValueError(f"head_rms_norm: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
+    return _normalised(x, eps).mul_(weight.float()).to(x.dtype)
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    """``x`` in fp32 over its root mean square along the last dimension, a new tensor."""
+    values = x.float().contiguous()
+    mean_square = (values * values).sum(-1, keepdim=True).div_(x.shape[-1])
+    return values * mean_square.add_(eps).sqrt_().reciprocal_()

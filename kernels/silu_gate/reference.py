@@ -6,6 +6,7 @@ in operations that do not: negation, exponential, addition, division, product.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -19,4 +20,4 @@ def silu_gate(gate_up: Tensor) -> Tensor:
         raise ValueError(f"silu_gate: want [R, 2 * I], got {tuple(gate_up.shape)}")
     gate, up = gate_up.float().chunk(2, dim=1)
     denominator = gate.neg().exp_().add_(1.0)
-    return (gate / denominator).mul_(up).to(gate_up.dtype)
+    return torch.div(gate, denominator, out=denominator).mul_(up).to(gate_up.dtype)

@@ -17,7 +17,7 @@ from dlmgrid.workers.errors import InputError
 FLAGS = {
     "run": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
     "plan": {"--out", "--limit", "--data", "--units"},
-    "decode": set[str](),
+    "decode": {"--out", "--checkpoint", "--device"},
     "submit": {"--out", "--address", "--limit", "--data", "--submission-id", "--wait", "--no-wait"},
     "score": {"--benchmarks", "--confirm-run-unsafe-code", "--workers"},
     "check": {"--sample", "--seed", "--device"},

@@ -20,10 +20,10 @@ def test_equals_fp64_and_keeps_bits_in_any_pack(width: int) -> None:
 
 def test_heads_are_normalised_one_by_one() -> None:
     heads = torch.randn(32, 3, 80, generator=torch.Generator().manual_seed(0))
-    weight = torch.rand(80, generator=torch.Generator().manual_seed(1))
+    weight = torch.rand(3, 80, generator=torch.Generator().manual_seed(1))
     together = head_rms_norm(heads, weight, 1e-6)
     for head in range(3):
-        assert torch.equal(together[:, head], rms_norm(heads[:, head].contiguous(), weight, 1e-6))
+        assert torch.equal(together[:, head], rms_norm(heads[:, head].contiguous(), weight[head], 1e-6))
 
 
 def test_zero_rows_stay_zero() -> None:

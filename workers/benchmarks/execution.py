@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,9 @@ from typing import Any
 
 from dlmgrid.workers.benchmarks.sandbox import become_subreaper, die_with_parent, kill_descendants
 from dlmgrid.workers.errors import InputError
+
+# Set by ``scoring_process`` to the scratch folder of this process.
+SCRATCH_VARIABLE = "DLMGRID_SCORING_SCRATCH"
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +41,9 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    """The caller is gone: nobody else will kill what runs here, nor remove the scratch folder."""
     kill_descendants(os.getpid())
+    shutil.rmtree(os.environ[SCRATCH_VARIABLE], ignore_errors=True)
     os._exit(128 + number)
 
 

@@ -18,10 +18,11 @@ WORDS = ("words", "names", "strings", "parts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One kind of function. ``inputs`` names the kind of each argument: ``ints``, ``int``, ``text`` or ``words``.
+    """One kind of function. ``inputs`` names the kind of each argument: ``ints``, ``int``, ``text`` or
+    ``words``.
 
-    ``constants`` is the inclusive range of ``$k``, or None where there is none; ``expected`` takes the arguments
-    and then the constant (0 where there is none).
+    ``constants`` is the inclusive range of ``$k``, or None where there is none; ``expected`` takes the
+    arguments and then the constant (0 where there is none).
     """
 
     name: str
@@ -97,7 +98,10 @@ FAMILIES: tuple[Family, ...] = (
         params=(NUMBERS,),
         inputs=("ints",),
         docs=("Return the product of $a.", "Multiply all the numbers in $a."),
-        bodies=("$r = 1\nfor $x in $a:\n    $r *= $x\nreturn $r", "$r = 1\nfor $x in $a:\n    $r = $r * $x\nreturn $r"),
+        bodies=(
+            "$r = 1\nfor $x in $a:\n    $r *= $x\nreturn $r",
+            "$r = 1\nfor $x in $a:\n    $r = $r * $x\nreturn $r",
+        ),
         expected=lambda a, k: _product(a),
     ),
     Family(
@@ -105,7 +109,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("keep_above_$k", "filter_above", "larger_than_$k"),
         params=(NUMBERS,),
         inputs=("ints",),
-        docs=("Keep the numbers of $a that are greater than $k.", "Return the list of all numbers in $a above $k."),
+        docs=(
+            "Keep the numbers of $a that are greater than $k.",
+            "Return the list of all numbers in $a above $k.",
+        ),
         bodies=(
             "return [$x for $x in $a if $x > $k]",
             "$r = []\nfor $x in $a:\n    if $x > $k:\n        $r.append($x)\nreturn $r",
@@ -118,7 +125,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("keep_below_$k", "filter_below", "smaller_than_$k"),
         params=(NUMBERS,),
         inputs=("ints",),
-        docs=("Keep the numbers of $a that are less than $k.", "Return the list of all numbers in $a below $k."),
+        docs=(
+            "Keep the numbers of $a that are less than $k.",
+            "Return the list of all numbers in $a below $k.",
+        ),
         bodies=(
             "return [$x for $x in $a if $x < $k]",
             "$r = []\nfor $x in $a:\n    if $x < $k:\n        $r.append($x)\nreturn $r",
@@ -144,7 +154,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("count_above_$k", "how_many_above", "count_large"),
         params=(NUMBERS,),
         inputs=("ints",),
-        docs=("Count the numbers in $a that are greater than $k.", "Return how many numbers in $a are above $k."),
+        docs=(
+            "Count the numbers in $a that are greater than $k.",
+            "Return how many numbers in $a are above $k.",
+        ),
         bodies=(
             "return sum(1 for $x in $a if $x > $k)",
             "$r = 0\nfor $x in $a:\n    if $x > $k:\n        $r += 1\nreturn $r",
@@ -158,7 +171,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("sum_multiples_of_$k", "add_multiples", "sum_divisible"),
         params=(NUMBERS,),
         inputs=("ints",),
-        docs=("Return the sum of the multiples of $k in $a.", "Add up all the numbers in $a divisible by $k."),
+        docs=(
+            "Return the sum of the multiples of $k in $a.",
+            "Add up all the numbers in $a divisible by $k.",
+        ),
         bodies=(
             "return sum($x for $x in $a if $x % $k == 0)",
             "$r = 0\nfor $x in $a:\n    if $x % $k == 0:\n        $r += $x\nreturn $r",
@@ -192,7 +208,11 @@ FAMILIES: tuple[Family, ...] = (
         params=(NUMBERS,),
         inputs=("ints",),
         docs=("Return the squares of $a.", "Square every number in $a."),
-        bodies=("return [$x * $x for $x in $a]", "return [$x ** 2 for $x in $a]", "$r = []\nfor $x in $a:\n    $r.append($x * $x)\nreturn $r"),
+        bodies=(
+            "return [$x * $x for $x in $a]",
+            "return [$x ** 2 for $x in $a]",
+            "$r = []\nfor $x in $a:\n    $r.append($x * $x)\nreturn $r",
+        ),
         expected=lambda a, k: [x**2 for x in a],
     ),
     Family(
@@ -238,7 +258,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("spread", "value_range", "max_minus_min"),
         params=(NUMBERS,),
         inputs=("ints",),
-        docs=("Return the largest number in $a minus the smallest.", "Return the difference of the maximum and the minimum of $a."),
+        docs=(
+            "Return the largest number in $a minus the smallest.",
+            "Return the difference of the maximum and the minimum of $a.",
+        ),
         bodies=("return max($a) - min($a)", "$r = max($a) - min($a)\nreturn $r"),
         expected=lambda a, k: sorted(a)[-1] - sorted(a)[0],
     ),
@@ -316,7 +339,11 @@ FAMILIES: tuple[Family, ...] = (
         params=(TEXT,),
         inputs=("text",),
         docs=("Return $a reversed.", "Return the string $a backwards."),
-        bodies=("return $a[::-1]", '$r = ""\nfor $x in $a:\n    $r = $x + $r\nreturn $r', 'return "".join(reversed($a))'),
+        bodies=(
+            "return $a[::-1]",
+            '$r = ""\nfor $x in $a:\n    $r = $x + $r\nreturn $r',
+            'return "".join(reversed($a))',
+        ),
         expected=lambda a, k: "".join(a[i] for i in range(len(a) - 1, -1, -1)),
     ),
     Family(
@@ -355,7 +382,10 @@ FAMILIES: tuple[Family, ...] = (
         names=("long_words", "longer_than_$k", "keep_long"),
         params=(WORDS,),
         inputs=("words",),
-        docs=("Keep the strings in $a that are longer than $k.", "Return the list of strings in $a with more than $k letters."),
+        docs=(
+            "Keep the strings in $a that are longer than $k.",
+            "Return the list of strings in $a with more than $k letters.",
+        ),
         bodies=(
             "return [$x for $x in $a if len($x) > $k]",
             "$r = []\nfor $x in $a:\n    if len($x) > $k:\n        $r.append($x)\nreturn $r",
@@ -369,7 +399,11 @@ FAMILIES: tuple[Family, ...] = (
         params=(WORDS,),
         inputs=("words",),
         docs=("Return the total length of the strings in $a.", "Count the letters of all strings in $a."),
-        bodies=("return sum(len($x) for $x in $a)", "$r = 0\nfor $x in $a:\n    $r += len($x)\nreturn $r", 'return len("".join($a))'),
+        bodies=(
+            "return sum(len($x) for $x in $a)",
+            "$r = 0\nfor $x in $a:\n    $r += len($x)\nreturn $r",
+            'return len("".join($a))',
+        ),
         expected=lambda a, k: len([letter for word in a for letter in word]),
     ),
     Family(
@@ -377,8 +411,14 @@ FAMILIES: tuple[Family, ...] = (
         names=("longest", "longest_word", "find_longest"),
         params=(WORDS,),
         inputs=("words",),
-        docs=("Return the longest string in $a, the first one if several are.", "Find the first longest string in $a."),
-        bodies=("return max($a, key=len)", "$r = $a[0]\nfor $x in $a:\n    if len($x) > len($r):\n        $r = $x\nreturn $r"),
+        docs=(
+            "Return the longest string in $a, the first one if several are.",
+            "Find the first longest string in $a.",
+        ),
+        bodies=(
+            "return max($a, key=len)",
+            "$r = $a[0]\nfor $x in $a:\n    if len($x) > len($r):\n        $r = $x\nreturn $r",
+        ),
         expected=lambda a, k: sorted(a, key=lambda word: -len(word))[0],
     ),
     Family(
@@ -387,7 +427,11 @@ FAMILIES: tuple[Family, ...] = (
         params=(("n", "number", "limit"),),
         inputs=("small",),
         docs=("Return the sum of the numbers from 1 to $a.", "Add up all numbers from 1 to $a."),
-        bodies=("return $a * ($a + 1) // 2", "return sum(range(1, $a + 1))", "$r = 0\nfor $x in range(1, $a + 1):\n    $r += $x\nreturn $r"),
+        bodies=(
+            "return $a * ($a + 1) // 2",
+            "return sum(range(1, $a + 1))",
+            "$r = 0\nfor $x in range(1, $a + 1):\n    $r += $x\nreturn $r",
+        ),
         expected=lambda a, k: sum(i for i in range(a + 1)),
     ),
     Family(
@@ -396,7 +440,10 @@ FAMILIES: tuple[Family, ...] = (
         params=(("n", "number", "limit"),),
         inputs=("small",),
         docs=("Return the factorial of $a.", "Return the product of the numbers from 1 to $a."),
-        bodies=("$r = 1\nfor $x in range(1, $a + 1):\n    $r *= $x\nreturn $r", "$r = 1\nfor $x in range(2, $a + 1):\n    $r = $r * $x\nreturn $r"),
+        bodies=(
+            "$r = 1\nfor $x in range(1, $a + 1):\n    $r *= $x\nreturn $r",
+            "$r = 1\nfor $x in range(2, $a + 1):\n    $r = $r * $x\nreturn $r",
+        ),
         expected=lambda a, k: _product(list(range(1, a + 1))),
     ),
 )

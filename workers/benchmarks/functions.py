@@ -1,12 +1,12 @@
 """``functions``: short Python functions that the project writes itself, each with tests that execute.
 
-The prompt is a signature with a docstring; the answer is the whole function in a code fence. A benchmark item is
-a prompt that never occurs in training. Running programs is the scorer's business, not this module's.
+The prompt is a signature with a docstring; the answer is the whole function in a code fence. A benchmark
+item is a prompt that never occurs in training. Running programs is the scorer's business, not this
+module's.
 """
 
 from __future__ import annotations
 
-import ast
 import random
 import re
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from typing import Any
 from dlmgrid.workers.benchmarks.function_families import FAMILIES, Family
 from dlmgrid.workers.benchmarks.generated import Example, is_held_out
 from dlmgrid.workers.benchmarks.remarks import remark
-from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
 PROMPT_VERSION = "functions-1"
@@ -51,8 +50,8 @@ class Function:
         )
 
 
-def _draw(rng: random.Random) -> Function:
-    family = rng.choice(FAMILIES)
+def _draw(rng: random.Random, families: tuple[Family, ...] = FAMILIES) -> Function:
+    family = rng.choice(families)
     constant = rng.randint(*family.constants) if family.constants else 0
     params = tuple(rng.choice(names) for names in family.params)
     # A name is an identifier around its constant ("add_$k_to_all"), which Template would read as one word.
@@ -103,7 +102,9 @@ def _argument(kind: str, rng: random.Random) -> Any:
     if kind == "text":
         return text + text[::-1] if rng.random() < 0.4 else text
     if kind == "words":
-        return ["".join(rng.choice(_LETTERS) for _ in range(rng.randint(1, 9))) for _ in range(rng.randint(1, 6))]
+        return [
+            "".join(rng.choice(_LETTERS) for _ in range(rng.randint(1, 9))) for _ in range(rng.randint(1, 6))
+        ]
     raise AssertionError(f"unknown kind of argument {kind!r}")
 
 
@@ -133,13 +134,12 @@ def _held_out() -> Iterator[tuple[Function, random.Random]]:
 
 
 def held_out_items(count: int) -> list[Item]:
-    """The first ``count`` benchmark items; a smaller count gives a prefix of a larger one.
+    """The first ``count`` benchmark items, ``MAX_ITEMS`` at most; a smaller count gives a prefix of a larger.
 
     ``document`` holds ``entry_point``, ``prompt`` (signature and docstring), ``tests`` (assertions),
-    ``canonical_solution`` (a fenced answer) and ``family``. Raises InputError for more than ``MAX_ITEMS``.
+    ``canonical_solution`` (a fenced answer) and ``family``.
     """
-    if count > MAX_ITEMS:
-        raise InputError(f"functions has {MAX_ITEMS} items, {count} asked for: lower the limit")
+    count = min(count, MAX_ITEMS)
     items: list[Item] = []
     for function, rng in _held_out():
         if len(items) >= count:
@@ -166,8 +166,9 @@ _FENCE = re.compile(r"^[ ]*```[A-Za-z0-9_+-]*[ ]*\n(.*?)(?:^[ ]*```|\Z)", re.DOT
 def extract(text: str, document: dict[str, Any]) -> str:
     """The function that ``text`` proposes, as source that defines the entry point if at all possible.
 
-    Looks, in this order, for a code fence (closed or cut off) that defines the function, for a bare definition
-    in prose, and for a completion of the prompt (a fence without a definition, or indented lines).
+    Looks, in this order, for a code fence (closed or cut off) that defines the function, for a bare
+    definition in prose, and for a completion of the prompt (a fence without a definition, or indented
+    lines).
     """
     entry_point = str(document["entry_point"])
     definition = re.compile(rf"^([ ]*)def[ ]+{re.escape(entry_point)}[ ]*\(", re.MULTILINE)
@@ -208,17 +209,9 @@ def _block(text: str) -> str:
 
 
 def program(text: str, document: dict[str, Any]) -> str:
-    """The complete program to execute: the proposed function, then the tests. It exits with 0 if all of them hold.
+    """The complete program to execute: the proposed function, then the tests. It exits with 0 if all of
+    them hold.
 
     The text may be anything, so the program may well not parse; that is a failed item, not an error here.
     """
     return f"{extract(text, document)}\n\n{document['tests']}"
-
-
-def parses(text: str, document: dict[str, Any]) -> bool:
-    """Whether the proposed function is valid Python."""
-    try:
-        ast.parse(extract(text, document))
-    except (SyntaxError, ValueError):
-        return False
-    return True

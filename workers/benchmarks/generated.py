@@ -1,4 +1,5 @@
-"""What the generated benchmarks share: a training example, and the rule that keeps problems out of training."""
+"""What the generated benchmarks share: a training example, and the rule that keeps problems out of
+training."""
 
 from __future__ import annotations
 

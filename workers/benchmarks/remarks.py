@@ -1,9 +1,9 @@
 """Remarks: the free wording in generated answers.
 
-A worked sum or a function is nearly determined by its question, so a model of such text alone would know every
-token long before it commits it. Written answers are not like that: each word leaves several ways to go on, and
-which ones depends on the word. A remark is a walk over a table of words and their successors: subject, verb,
-object, how, and perhaps another clause.
+A worked sum or a function is nearly determined by its question, so a model of such text alone would know
+every token long before it commits it. Written answers are not like that: each word leaves several ways to
+go on, and which ones depends on the word. A remark is a walk over a table of words and their successors:
+subject, verb, object, how, and perhaps another clause.
 """
 
 from __future__ import annotations

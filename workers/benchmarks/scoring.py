@@ -27,11 +27,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring_process import Reply, ScoringProcess
+from dlmgrid.workers.benchmarks.stored_run import read_documents, read_generations
 from dlmgrid.workers.benchmarks.verdict import (
     ALONE,
     ERRORED,
@@ -43,8 +42,7 @@ from dlmgrid.workers.benchmarks.verdict import (
 )
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import read_items
-from dlmgrid.workers.tables import GENERATIONS, SCORES, read_table, to_table, write_table
+from dlmgrid.workers.tables import SCORES, read_table, to_table, write_table
 
 OPT_IN_VARIABLE = "HF_ALLOW_CODE_EVAL"
 CACHE_VARIABLE = "DLMGRID_CACHE"
@@ -112,12 +110,12 @@ def score_run(
     folder = Path(out)
     if workers < 1:
         raise InputError(f"workers is {workers}; give at least 1")
-    generations = _read_generations(folder, benchmarks)
+    generations = read_generations(folder, benchmarks)
     names = sorted({row["benchmark"] for row in generations})
     may_run_code = confirm_run_unsafe_code or os.environ.get(OPT_IN_VARIABLE) == "1"
     run = _Run(folder, [get_benchmark(name) for name in names], may_run_code)
     jobs = run.plan(generations)
-    documents = _read_documents(folder, {(job.benchmark.name, job.item_id) for job in jobs})
+    documents = read_documents(folder, {(job.benchmark.name, job.item_id) for job in jobs})
     run.score(jobs, documents, workers, on_progress)
     return run.summary(len(generations), len(jobs), time.monotonic() - started)
 
@@ -361,6 +359,8 @@ def _deserves_retry(reply: Reply) -> bool:
 def _without_verdict(scorer: str, metric: str, reply: Reply) -> dict[str, Any]:
     if reply.cause == "timed_out":
         return verdict(scorer, metric, 0.0, status=TIMED_OUT, detail=reply.detail)
+    if reply.cause == "swarmed":
+        return verdict(scorer, metric, 0.0, detail=reply.detail)
     detail = reply.detail or f"the scorer gave no {metric}"
     return verdict(scorer, metric, None, status=ERRORED, detail=f"scorer: {detail}"[:500])
 
@@ -373,46 +373,6 @@ def _is_done(row: dict[str, Any] | None, text: str) -> bool:
 
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-
-def _read_generations(folder: Path, benchmarks: Sequence[str] | None) -> list[dict[str, Any]]:
-    paths = sorted(str(path) for path in (folder / "generations").glob("*.parquet"))
-    if not paths:
-        raise InputError(f"{folder}: no generations/*.parquet; give the output folder of a run")
-    columns = ("cell_key", "benchmark", "item_id", "repeat", "text", "error")
-    table: pa.Table = read_table(paths, GENERATIONS, columns)
-    rows: list[dict[str, Any]] = table.to_pylist()
-    if benchmarks is None:
-        return rows
-    wanted = {get_benchmark(name).name for name in benchmarks}
-    absent = wanted - {row["benchmark"] for row in rows}
-    if absent:
-        raise InputError(f"{folder}: no generations of {', '.join(sorted(absent))}")
-    return [row for row in rows if row["benchmark"] in wanted]
-
-
-def _read_documents(folder: Path, wanted: set[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Documents of the wanted (benchmark, item) pairs, from every ``inputs/<benchmark>[-<digest>].jsonl``."""
-    documents: dict[tuple[str, str], dict[str, Any]] = {}
-    names = {name for name, _ in wanted}
-    for path in sorted((folder / "inputs").glob("*.jsonl")):
-        name = path.stem.split("-", 1)[0]
-        if name not in names:
-            continue
-        for item in read_items(path):
-            known = documents.setdefault((name, item.item_id), item.document)
-            if known != item.document:
-                raise InputError(
-                    f"{path}: item {item.item_id} has another document in another file of {name}: the data "
-                    "changed between runs; score them in separate output folders"
-                )
-    missing = sorted(wanted - documents.keys())
-    if missing:
-        name, item_id = missing[0]
-        raise InputError(
-            f"{folder}/inputs: no item {item_id!r} of {name}; it is needed to score its generations"
-        )
-    return documents
 
 
 def _cache_folder() -> Path:

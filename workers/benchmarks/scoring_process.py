@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import dlmgrid
+from dlmgrid.workers.benchmarks.execution import SCRATCH_VARIABLE
 from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, count_descendants, kill_marked, kill_tree
 from dlmgrid.workers.errors import InputError
 
@@ -41,8 +42,8 @@ _PASSED_ON = (
 class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
-    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``died`` (the process ended or was killed
-    for starting too many others) or ``failed`` (the scorer raised).
+    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``swarmed`` (killed for starting too many
+    processes), ``died`` (the process ended) or ``failed`` (the scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
@@ -123,7 +124,7 @@ class ScoringProcess:
                 return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
             elif not ready and count_descendants(self._process.pid) > MAX_PROCESSES:
                 self.close()
-                return _no_verdict("died", f"started more than {MAX_PROCESSES} processes", started)
+                return _no_verdict("swarmed", f"started more than {MAX_PROCESSES} processes", started)
 
     def close(self) -> None:
         """Kill the process, everything it started, and its scratch folder."""
@@ -175,6 +176,7 @@ def _environment(scratch: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONWARNINGS": "ignore",
+        SCRATCH_VARIABLE: str(scratch),
         "HOME": str(scratch),
         "TMPDIR": str(scratch),
         "XDG_CACHE_HOME": str(scratch),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dlmgrid.kernels.attention import AttentionPlan, block_attention, write_cache
 from dlmgrid.kernels.embedding import embed
+from dlmgrid.kernels.gemm import pad_rows
 from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
 from dlmgrid.kernels.rotary import apply_rotary
 from dlmgrid.kernels.silu_gate import silu_gate
@@ -36,8 +37,7 @@ class LayerWeights:
 
     input_norm: Tensor  # [H]
     qkv: Tensor  # [(Hq + 2 Hkv) d, H]
-    q_norm: Tensor | None  # [d]
-    k_norm: Tensor | None  # [d]
+    head_norm: Tensor | None  # [Hq + Hkv, d]: the q norm once a query head, the k norm once a key head
     output: Tensor  # [H, Hq d]
     post_norm: Tensor  # [H]
     gate_up: Tensor  # [2 I, H]
@@ -69,8 +69,7 @@ class SdarWeights:
             for tensor in (
                 layer.input_norm,
                 layer.qkv,
-                layer.q_norm,
-                layer.k_norm,
+                layer.head_norm,
                 layer.output,
                 layer.post_norm,
                 layer.gate_up,
@@ -138,9 +137,9 @@ def run_layers(
     for index, layer in enumerate(weights.layers):
         normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
         attended = _attend(config, layer, normed, inputs, key_cache[index], value_cache[index], linear)
-        hidden = hidden + linear(attended, layer.output)
+        hidden = linear(attended, layer.output).add_(hidden)
         normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-        hidden = hidden + linear(silu_gate(linear(normed, layer.gate_up)), layer.down)
+        hidden = linear(silu_gate(linear(normed, layer.gate_up)), layer.down).add_(hidden)
     return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
 
 
@@ -157,24 +156,20 @@ def _attend(
     num_heads, num_kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rows = normed.shape[0]
     heads = linear(normed, layer.qkv).view(rows, num_heads + 2 * num_kv_heads, width)
-    queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        queries = head_rms_norm(queries, layer.q_norm, config.rms_norm_eps)
-        keys = head_rms_norm(keys, layer.k_norm, config.rms_norm_eps)
-    queries = apply_rotary(queries, inputs.cosines, inputs.sines)
-    keys = apply_rotary(keys, inputs.cosines, inputs.sines)
+    turned, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if layer.head_norm is not None:
+        turned = head_rms_norm(turned, layer.head_norm, config.rms_norm_eps)
+    turned = apply_rotary(turned, inputs.cosines, inputs.sines)
 
     num, length = inputs.num_segments, inputs.block_length
-    queries = queries[: num * length].unflatten(0, (num, length))
-    keys = keys[: num * length].unflatten(0, (num, length))
+    turned = turned[: num * length].unflatten(0, (num, length))
+    queries, keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
     values = values[: num * length].unflatten(0, (num, length))
     if len(inputs.stored):
         write_cache(key_cache, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
         write_cache(value_cache, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
     output, _ = block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
-    attended = normed.new_zeros((rows, num_heads * width))
-    attended[: num * length] = output.flatten(2).flatten(0, 1)
-    return attended
+    return pad_rows(output.reshape(num * length, num_heads * width))
 
 
 @dataclass(slots=True)
@@ -225,6 +220,14 @@ class _Frame:
             self.matrices[name] = matrix
         matrix[start : start + tensor.shape[0]] = tensor
 
+    def _head_norm(self, prefix: str) -> Tensor | None:
+        if not self.config.qk_norm:
+            return None
+        queries = self.vectors[prefix + "self_attn.q_norm.weight"]
+        keys = self.vectors[prefix + "self_attn.k_norm.weight"]
+        counts = (self.config.num_attention_heads, self.config.num_key_value_heads)
+        return torch.cat([queries.expand(counts[0], -1), keys.expand(counts[1], -1)])
+
     def finish(self) -> SdarWeights:
         layers = []
         for index in range(self.config.num_hidden_layers):
@@ -233,8 +236,7 @@ class _Frame:
                 LayerWeights(
                     input_norm=self.vectors[prefix + "input_layernorm.weight"],
                     qkv=self.matrices[prefix + "self_attn.qkv"],
-                    q_norm=self.vectors.get(prefix + "self_attn.q_norm.weight"),
-                    k_norm=self.vectors.get(prefix + "self_attn.k_norm.weight"),
+                    head_norm=self._head_norm(prefix),
                     output=self.matrices[prefix + "self_attn.o_proj"],
                     post_norm=self.vectors[prefix + "post_attention_layernorm.weight"],
                     gate_up=self.matrices[prefix + "mlp.gate_up"],

@@ -16,7 +16,7 @@ _VALUES = {"wrong": 0.0, "right": 1.0}
 
 def wall_seconds(attempt: str) -> float:
     """A short wall limit, whatever the attempt."""
-    return 2.0
+    return 3.0
 
 
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,6 +47,10 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
     if text == "orphan and die":
         subprocess.Popen(["setsid", "sleep", "234.75"])
         os._exit(3)
+    if text == "swarm":
+        for _ in range(100):
+            subprocess.Popen(["sleep", "456.5"])
+        time.sleep(3600)
     if text == "spawn and hang":
         subprocess.Popen(["setsid", "sleep", "345.5"])
         time.sleep(3600)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dlmgrid.workers.benchmarks import catalog, gsm8k
-from dlmgrid.workers.benchmarks.benchmark import Scorer, package_version
+from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.benchmarks.scoring_process import ScoringProcess
@@ -88,52 +88,63 @@ def test_gold_scores_one_and_perturbed_gold_zero(
     assert summary.num_added == len(scored) == 2 * (4 * 2 + 2 * 2 * 2)
 
 
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Benchmark:
+    """GSM8K scored by the probe, which says ``right`` and ``wrong`` of texts that say so."""
+    scorer = Scorer(name="probe", metrics=("m",), runs_code=False, summary="", version=lambda: "1")
+    benchmark = dataclasses.replace(get_benchmark("gsm8k"), scoring=PROBE, scorers=(scorer,))
+    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", benchmark)
+    return benchmark
+
+
+@pytest.mark.usefixtures("probed")
 def test_scoring_again_adds_nothing_and_new_generations_only_themselves(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
     first, second = gsm8k_items[:2], gsm8k_items[2:]
-    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", item.item_id, gold(item)) for item in first])
-    assert score_run(out).num_added == 4
+    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", item.item_id, "right") for item in first])
+    assert score_run(out).num_added == 2
     files = {path: path.read_bytes() for path in (out / "scores").iterdir()}
     again = score_run(out)
-    assert (again.num_added, again.num_kept, again.num_texts_scored) == (0, 4, 0)
+    assert (again.num_added, again.num_kept, again.num_texts_scored) == (0, 2, 0)
     assert {path: path.read_bytes() for path in (out / "scores").iterdir()} == files
-    make_run({}, [generation("gsm8k", item.item_id, "?") for item in second])
+    make_run({}, [generation("gsm8k", item.item_id, "wrong") for item in second])
     more = score_run(out)
-    assert (more.num_added, more.num_kept, more.num_texts_scored) == (4, 4, 2)
-    assert (
-        list(values(out, "lm-eval", "exact_match,strict-match").values())
-        == [(1.0, "scored")] * 2 + [(0.0, "scored")] * 2
-    )
+    assert (more.num_added, more.num_kept, more.num_texts_scored) == (2, 2, 2)
+    assert list(values(out, "probe", "m").values()) == [(1.0, "scored")] * 2 + [(0.0, "scored")] * 2
 
 
+@pytest.mark.usefixtures("probed")
 def test_equal_texts_are_scored_once_and_every_row_gets_its_score(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
-    item = gsm8k_items[0]
     rows = [
-        generation("gsm8k", item.item_id, text, cell_key=cell, repeat=repeat)
+        generation("gsm8k", "gsm8k/0", text, cell_key=cell, repeat=repeat)
         for cell in ("none", "ssd", "tree")
-        for repeat, text in enumerate([gold(item), "?"])
+        for repeat, text in enumerate(["right", "wrong"])
     ]
-    summary = score_run(make_run({"gsm8k": gsm8k_items}, rows))
-    assert (summary.num_texts_scored, summary.num_added) == (2, 12)
+    out = make_run({"gsm8k": gsm8k_items}, rows)
+    summary = score_run(out)
+    assert (summary.num_texts_scored, summary.num_added) == (2, 6)
+    assert {(row["repeat"], row["value"]) for row in score_rows(out)} == {(0, 1.0), (1, 0.0)}
 
 
 def test_new_scorer_version_adds_rows_and_keeps_the_old(
-    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun,
+    generation: Generation,
+    gsm8k_items: list[Item],
+    probed: Benchmark,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = make_run(
-        {"gsm8k": gsm8k_items}, [generation("gsm8k", item.item_id, gold(item)) for item in gsm8k_items]
+        {"gsm8k": gsm8k_items}, [generation("gsm8k", item.item_id, "right") for item in gsm8k_items]
     )
     score_run(out)
-    newer = dataclasses.replace(gsm8k.LM_EVAL_SCORER, version=lambda: "lm_eval 9, task gsm8k 9")
-    benchmark = dataclasses.replace(get_benchmark("gsm8k"), scorers=(newer,))
-    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", benchmark)
+    newer = dataclasses.replace(probed.scorers[0], version=lambda: "2")
+    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", dataclasses.replace(probed, scorers=(newer,)))
     summary = score_run(out)
-    assert (summary.num_added, summary.num_kept) == (8, 0)
-    assert len({row["scorer_version"] for row in score_rows(out)}) == 2
-    assert len(score_rows(out)) == 16
+    assert (summary.num_added, summary.num_kept) == (4, 0)
+    assert sorted(row["scorer_version"] for row in score_rows(out)) == ["1"] * 4 + ["2"] * 4
 
 
 @pytest.mark.parametrize("opt_in", ["argument", "environment"])
@@ -141,13 +152,13 @@ def test_code_runs_only_after_the_opt_in(
     make_run: MakeRun,
     generation: Generation,
     gsm8k_items: list[Item],
+    probed: Benchmark,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     opt_in: str,
 ) -> None:
     unsafe = Scorer(name="unsafe", metrics=("m",), runs_code=True, summary="", version=lambda: "1")
-    probed = dataclasses.replace(get_benchmark("gsm8k"), scoring=PROBE, scorers=(unsafe,))
-    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", probed)
+    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", dataclasses.replace(probed, scorers=(unsafe,)))
     touched = tmp_path / "touched"
     out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", f"touch {touched}")])
     summary = score_run(out)
@@ -181,13 +192,11 @@ def test_without_the_opt_in_other_scorers_still_run(
     assert values(out, "lm-eval", "exact_match,strict-match") == {"gsm8k/0": (1.0, "scored")}
 
 
+@pytest.mark.usefixtures("probed")
 def test_wrong_errored_and_timed_out_are_told_apart(
-    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
-    scorer = Scorer(name="probe", metrics=("m",), runs_code=False, summary="", version=lambda: "1")
-    probed = dataclasses.replace(get_benchmark("gsm8k"), scoring=PROBE, scorers=(scorer,))
-    monkeypatch.setitem(catalog.BENCHMARKS, "gsm8k", probed)
-    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise"]
+    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm"]
     rows = [generation("gsm8k", "gsm8k/0", text, cell_key=text) for text in texts]
     rows.append(generation("gsm8k", "gsm8k/0", None, cell_key="no text", error="prompt does not fit"))
     out = make_run({"gsm8k": gsm8k_items}, rows)
@@ -200,6 +209,7 @@ def test_wrong_errored_and_timed_out_are_told_apart(
         "slow unless alone": (1.0, "scored"),
         "always slow": (0.0, "timed_out"),
         "hang": (0.0, "timed_out"),
+        "swarm": (0.0, "scored"),
         "die": (None, "errored"),
         "raise": (None, "errored"),
         "no text": (None, "errored"),
@@ -209,26 +219,28 @@ def test_wrong_errored_and_timed_out_are_told_apart(
     assert summary.num_failed == 2
     assert progress == [(done, len(texts)) for done in range(1, len(texts) + 1)]
     (metric,) = summary.metrics
-    assert (metric.mean, metric.num_rows) == (2 / 5, 8)
+    assert (metric.mean, metric.num_rows) == (2 / 6, 9)
 
 
+@pytest.mark.usefixtures("probed")
 def test_generation_repeated_after_an_error_is_scored(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
     out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", None, error="out of memory")])
     score_run(out)
     next((out / "generations").iterdir()).unlink()
-    make_run({}, [generation("gsm8k", "gsm8k/0", gold(gsm8k_items[0]))])
+    make_run({}, [generation("gsm8k", "gsm8k/0", "right")])
     score_run(out)
-    assert values(out, "lm-eval", "exact_match,strict-match") == {"gsm8k/0": (1.0, "scored")}
+    assert values(out, "probe", "m") == {"gsm8k/0": (1.0, "scored")}
 
 
+@pytest.mark.usefixtures("probed")
 def test_only_the_named_benchmarks(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], humaneval_items: list[Item]
 ) -> None:
     out = make_run(
         {"gsm8k": gsm8k_items, "humaneval_plus": humaneval_items},
-        [generation("gsm8k", "gsm8k/0", "?"), generation("humaneval_plus", "HumanEval/900", "?")],
+        [generation("gsm8k", "gsm8k/0", "wrong"), generation("humaneval_plus", "HumanEval/900", "?")],
     )
     summary = score_run(out, benchmarks=["gsm8k"])
     assert (
@@ -268,10 +280,11 @@ def _missing(name: str) -> str:
     return package_version(f"{name}-that-is-not-installed")
 
 
+@pytest.mark.usefixtures("probed")
 def test_nothing_but_whole_parquet_files_in_scores(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
-    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", "?")])
+    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", "wrong")])
     score_run(out)
     assert [path.suffix for path in (out / "scores").iterdir()] == [".parquet"]
     assert list((out / "staging").iterdir()) == []
@@ -318,17 +331,19 @@ class TestScoringProcess:
             self.probe(process, "orphan and die")
         assert [p for p in psutil.process_iter() if "234.75" in _command_line(p)] == []
 
-    def test_no_process_survives_a_killed_caller(self) -> None:
+    def test_no_process_survives_a_killed_caller(self, tmp_path: Path) -> None:
         program = (
             "from dlmgrid.workers.benchmarks.scoring_process import ScoringProcess\n"
             f"with ScoringProcess() as p: p.score({PROBE!r}, 'spawn and hang', {{}}, {{}}, 60.0)\n"
         )
-        caller = subprocess.Popen([sys.executable, "-c", program])
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        caller = subprocess.Popen([sys.executable, "-c", program], env=environment)
         try:
             assert _wait_for(lambda: any("345.5" in _command_line(p) for p in psutil.process_iter()))
         finally:
             caller.kill()
             caller.wait()
+        assert _wait_for(lambda: not any(path.is_dir() for path in tmp_path.iterdir()))
         assert _wait_for(lambda: not any("345.5" in _command_line(p) for p in psutil.process_iter()))
 
 

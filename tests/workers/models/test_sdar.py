@@ -24,8 +24,9 @@ def test_weights_land_where_they_belong_whatever_the_shards(tied: bool, tmp_path
     assert torch.equal(layer.gate_up, torch.cat(both))
     assert torch.equal(layer.down, tensors[prefix + "mlp.down_proj.weight"])
     assert torch.equal(layer.output, tensors[prefix + "self_attn.o_proj.weight"])
-    assert layer.k_norm is not None
-    assert torch.equal(layer.k_norm, tensors[prefix + "self_attn.k_norm.weight"])
+    assert layer.head_norm is not None
+    assert torch.equal(layer.head_norm[0], tensors[prefix + "self_attn.q_norm.weight"])
+    assert torch.equal(layer.head_norm[-1], tensors[prefix + "self_attn.k_norm.weight"])
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
     assert weights.head.shape == (320, config.hidden_size)
     assert torch.equal(weights.head[: config.vocab_size], head)
@@ -38,10 +39,11 @@ def test_bytes_are_counted_once_and_in_the_type_that_was_asked_for(tmp_path: Pat
     config = tiny_config()
     write_random_checkpoint(tmp_path / "model", config)
     padding = (320 - config.vocab_size) * config.hidden_size
+    spread = config.num_hidden_layers * (4 + 2 - 2) * config.head_dim  # head norms, once a head
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         weights = load_weights(tmp_path / "model", config, "cpu", dtype)
         assert {tensor.dtype for tensor in weights.tensors()} == {dtype}
-        assert weights.num_bytes == size * (config.num_parameters + padding)
+        assert weights.num_bytes == size * (config.num_parameters + padding + spread)
 
 
 def test_a_missing_tensor_is_an_error() -> None:

@@ -1,0 +1,29 @@
+"""``dlmgrid decode UNITS``: decode planned work units in this process, without Ray.
+
+Where the command line's packages are missing, ``python -m dlmgrid.workers.offline`` does the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    units: Annotated[Path, typer.Argument(help="File of work units, from dlmgrid plan --units.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the planned output folder is on this machine.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Where the model's folder is on this machine.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu or a CUDA device, instead of the planned one.")
+    ] = None,
+) -> int:
+    """Decode planned work units here; the next run of the grid adopts the files."""
+    from dlmgrid.workers.offline import decode_units
+
+    return 1 if decode_units(units, out=out, checkpoint=checkpoint, device=device, say=typer.echo) else 0
