@@ -6,8 +6,9 @@ With ``--out`` it says what is still missing there; with ``--units FILE`` it wri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,6 @@ from dlmgrid.cluster.run import look_up, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.unit_files import write_units
 from dlmgrid.workers.units import WorkUnit
 
 
@@ -91,7 +91,7 @@ def show_plan(
         finally:
             lock.release()
         planned = name_files(chains, store)
-        write_units(units, planned)
+        units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
         typer.echo(f"wrote {len(planned)} units to {units}; next: dlmgrid decode {units}, then dlmgrid run")
 
 

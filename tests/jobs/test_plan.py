@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlmgrid.cluster.fingerprints import FingerprintCache
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.run import ExitCode, RunRequest, run_grid
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import load
 from dlmgrid.jobs.plan import show_plan
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.offline import read_units
 from dlmgrid.workers.testing import fake_catalog
 from dlmgrid.workers.testing.fake_runner import FakeUnitRunner
-from dlmgrid.workers.unit_files import read_units
 
 SOURCES = Sources(
     methods=fake_catalog.METHODS,
@@ -72,8 +73,6 @@ def test_units_decoded_elsewhere_are_adopted_by_a_run_that_then_starts_no_ray(
     assert "36 rows, 36 missing" in capsys.readouterr().out
 
     # the fingerprint is known already, so nothing needs a worker: an address where no Ray is does not matter
-    from dlmgrid.cluster.fingerprints import FingerprintCache
-
     model = tmp_path / "model"
     FingerprintCache(out / "fingerprints.json").put(model, SOURCES.weight_fingerprint(model))
     request = RunRequest(grid=read_grid(grid), out=out, sources=SOURCES, address="127.0.0.1:9", style="quiet")
