@@ -63,6 +63,7 @@ class RunRequest:
     limit: int | None = None
     address: str | None = None
     style: Style = "auto"
+    retry_failed: bool = False
     runner: str = UNIT_RUNNER
 
     def say(self, message: str) -> None:
@@ -198,6 +199,9 @@ class _Run:
     def _run_missing(self, works: Sequence[CellWork]) -> bool:
         """Run what is not stored yet. True: now everything is; False: stopped before that."""
         store, resources = self._store, self._asked.grid.resources
+        if self._request.retry_failed:
+            num_dropped = store.drop_failed({work.cell.cell_key for work in works})
+            self._request.say(f"{num_dropped} rows with an error run again")
         num_wanted = sum(len(work.keys) for work in works)
         num_missing = sum(len(store.missing(work.cell.cell_key, work.keys)) for work in works)
         counts = Counts(num_wanted=num_wanted, num_stored=num_wanted - num_missing)

@@ -15,77 +15,22 @@ it, or drops it. So every key is stored exactly once, whenever the driver dies.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from dlmgrid.workers.cell import digest
+from dlmgrid.cluster.shard import RejectedShardError, Shard, read_shard
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, read_items, write_items
-from dlmgrid.workers.tables import GENERATIONS, SCHEMA_VERSION, read_table
+from dlmgrid.workers.tables import GENERATIONS, SCHEMA_VERSION, read_table, write_table
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 FOLDERS = ("grids", "inputs", "staging", "generations", "attempts", "runs", "scores", "checks")
-_KEY_COLUMNS = ["cell_key", "item_id", "repeat"]
-_KEY_LISTS = ("keys", "failed", "inexact")
-_VERDICTS = ("exact_tokens", "exact_path", "exact_bits")
-_SUMMARY_COLUMNS = [
-    *_KEY_COLUMNS,
-    *_VERDICTS,
-    "error",
-    "generated_tokens",
-    "runtime_fingerprint",
-    "run_id",
-    "attempt",
-]
-
-
-class RejectedShardError(Exception):
-    """A staged file is not what the actor reported: absent, torn, or of other keys."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A committed file of one unit, as its manifest line says.
-
-    ``failed`` are the keys whose row holds an error, ``inexact`` those with a false verdict at any level.
-    """
-
-    unit_key: str
-    cell_key: str
-    keys: tuple[Key, ...]
-    num_bytes: int
-    sha256: str
-    failed: tuple[Key, ...]
-    inexact: tuple[Key, ...]
-    num_unchecked: int
-    num_tokens: int
-    runtime_fingerprint: str
-    run_id: str
-    attempt: int
-
-    def to_line(self) -> str:
-        values = {name: getattr(self, name) for name in self.__slots__}
-        for name in _KEY_LISTS:
-            values[name] = [[key.item_id, key.repeat] for key in values[name]]
-        values["schema_version"] = SCHEMA_VERSION
-        values["committed_at"] = datetime.now(UTC).isoformat()
-        return json.dumps(values, separators=(",", ":")) + "\n"
-
-    @classmethod
-    def from_line(cls, values: dict[str, Any]) -> Shard:
-        values = {name: values[name] for name in cls.__slots__}
-        for name in _KEY_LISTS:
-            values[name] = tuple(Key(item_id, repeat) for item_id, repeat in values[name])
-        return cls(**values)
 
 
 class Store:
@@ -250,6 +195,32 @@ class Store:
             say(f"adopted {len(adopted)} finished units that an earlier run left uncommitted")
         return adopted
 
+    def drop_failed(self, cell_keys: set[str]) -> int:
+        """Forget the rows of these cells that hold an error, so that they run again; returns how many.
+
+        A file that also holds good rows is replaced by one of these alone. A crash between the steps loses nothing:
+        the manifest changes at one point, and files it does not name are cleared by :meth:`recover`.
+        """
+        num_dropped = 0
+        for old in [shard for shard in self._shards.values() if shard.failed and shard.cell_key in cell_keys]:
+            lines = [json.dumps({"dropped": old.unit_key}) + "\n"]
+            good: Shard | None = None
+            if len(old.failed) < len(old.keys):
+                table = read_table([str(self.path_of(old.unit_key))], GENERATIONS)
+                staged = self.staging / f"{old.unit_key}.good.parquet"
+                write_table(str(staged), table.filter(pc.is_null(table["error"])))
+                good = read_shard(staged)
+                staged.replace(self.path_of(good.unit_key))
+                _sync_folder(self.generations)
+                lines.append(good.to_line())
+            self._append(lines)
+            self._forget(old.unit_key)
+            if good is not None:
+                self._remember(good)
+            self.path_of(old.unit_key).unlink()
+            num_dropped += len(old.failed)
+        return num_dropped
+
     def clear_staging(self) -> None:
         """Remove what is left in ``staging/`` when no actor runs any more."""
         for path in self.staging.iterdir():
@@ -305,49 +276,6 @@ class Store:
             units = self._unit_of_key[shard.cell_key]
             for key in shard.keys:
                 units.pop(key, None)
-
-
-def read_shard(path: Path, *, sync: bool = True) -> Shard:
-    """What a Parquet file of one unit holds, read from the file itself; ``sync`` it to disk first.
-
-    Raises RejectedShardError when it is absent, torn, of another schema version, or of more than one cell.
-    """
-    try:
-        with path.open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            content = file.read()
-    except FileNotFoundError as error:
-        raise RejectedShardError(f"{path.name} is not there") from error
-    try:
-        parquet = pq.ParquetFile(pa.BufferReader(content))
-        found = parquet.schema_arrow
-        if found.metadata != GENERATIONS.metadata or found.names != GENERATIONS.names:
-            raise RejectedShardError(f"{path.name} has another schema")
-        table = parquet.read(columns=_SUMMARY_COLUMNS, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise RejectedShardError(f"{path.name} is not a whole Parquet file ({error})") from error
-    columns = table.to_pydict()
-    cell_keys, fingerprints = set(columns["cell_key"]), set(columns["runtime_fingerprint"])
-    keys = tuple(map(Key, columns["item_id"], columns["repeat"]))
-    if len(cell_keys) != 1 or len(fingerprints) != 1 or len(set(keys)) != len(keys):
-        raise RejectedShardError(f"{path.name} does not hold distinct keys of one cell and one runtime")
-    cell_key = cell_keys.pop()
-    verdicts = list(zip(*(columns[name] for name in _VERDICTS), strict=True))
-    return Shard(
-        unit_key=digest([cell_key, [[key.item_id, key.repeat] for key in sorted(keys)]]),
-        cell_key=cell_key,
-        keys=keys,
-        num_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        failed=tuple(key for key, error in zip(keys, columns["error"], strict=True) if error is not None),
-        inexact=tuple(key for key, verdict in zip(keys, verdicts, strict=True) if False in verdict),
-        num_unchecked=sum(None in verdict for verdict in verdicts),
-        num_tokens=sum(count or 0 for count in columns["generated_tokens"]),
-        runtime_fingerprint=fingerprints.pop() or "",
-        run_id=columns["run_id"][0] or "",
-        attempt=columns["attempt"][0] or 0,
-    )
 
 
 def _compare(shard: Shard, unit: WorkUnit, result: UnitResult) -> None:

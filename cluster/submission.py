@@ -5,6 +5,7 @@ Ray zips the working folder, so it is looked at first: its size, and files that 
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,9 @@ def uploaded_files(folder: Path) -> Iterator[Path]:
     found: list[Path] = []
     is_ignored: Callable[[Path], bool] = _get_excludes(folder, list(EXCLUDES))
     include_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") != "1"
-    _dir_travel(folder, [is_ignored], found.append, include_gitignore=include_gitignore)
+    quiet = logging.getLogger("dlmgrid.submission.quiet")
+    quiet.setLevel(logging.WARNING)
+    _dir_travel(folder, [is_ignored], found.append, include_gitignore=include_gitignore, logger=quiet)
     return (path for path in found if path.is_file())
 
 

@@ -90,13 +90,17 @@ def show_plan(
                 store.write_inputs(questions.file_name, questions.items)
         finally:
             lock.release()
-        write_units(units, chains, store)
-        typer.echo(f"wrote {sum(len(chain.units) for chain in chains)} units to {units}")
+        planned = name_files(chains, store)
+        units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {len(planned)} units to {units}; next: dlmgrid decode {units}, then dlmgrid run")
 
 
-def write_units(path: Path, chains: Sequence[Chain], store: Store) -> None:
-    """Write units as a JSON list, references before what needs them; files of references are named in advance."""
-    planned: list[WorkUnit] = []
+def name_files(chains: Sequence[Chain], store: Store) -> list[WorkUnit]:
+    """The units in the order to run them, each with its output in ``staging/``, where a later run adopts it.
+
+    A unit whose reference is planned too reads that one's output.
+    """
+    named: list[WorkUnit] = []
     for chain in chains:
         for unit in chain.units:
             shards: tuple[str, ...] = ()
@@ -106,8 +110,8 @@ def write_units(path: Path, chains: Sequence[Chain], store: Store) -> None:
                 if chain.reference is not None:
                     shards += (str(store.staging / f"{chain.reference.unit_key}.parquet"),)
             output = str(store.staging / f"{unit.unit_key}.parquet")
-            planned.append(replace(unit, output=output, reference_shards=shards))
-    path.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
+            named.append(replace(unit, output=output, reference_shards=shards))
+    return named
 
 
 def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: bool) -> None:

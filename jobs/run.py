@@ -30,6 +30,9 @@ def command(
     address: Annotated[
         str | None, typer.Option(help="Ray cluster; default RAY_ADDRESS, else a local Ray.")
     ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run rows that hold an error again.")
+    ] = False,
     progress: Annotated[
         bool | None,
         typer.Option("--progress/--quiet", help="Live display or plain lines; --quiet for neither."),
@@ -45,6 +48,7 @@ def command(
         limit=limit,
         address=address,
         style=style,
+        retry_failed=retry_failed,
     )
     code = run_grid(request)
     typer.echo(summary(out, code))
@@ -58,7 +62,7 @@ def summary(out: Path, code: ExitCode) -> str:
     rows = f"{stored}/{wanted} rows in {out}"
     return {
         ExitCode.DONE: f"done: {rows}, all without error; next: dlmgrid score {out}",
-        ExitCode.ROWS_FAILED: f"done, but some rows hold an error: {rows}",
+        ExitCode.ROWS_FAILED: f"done, but some rows hold an error: {rows}; again: --retry-failed",
         ExitCode.NOT_EXACT: f"NOT EXACT, rows differ from their serialized run: {rows}; see dlmgrid check {out}",
         ExitCode.INCOMPLETE: f"incomplete: {rows}; run the same command again",
     }[code]

@@ -20,7 +20,8 @@ import pytest
 
 from dlmgrid.cluster.cells import CellWork
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
-from dlmgrid.cluster.store import RejectedShardError, Store, load, read_shard
+from dlmgrid.cluster.shard import RejectedShardError, read_shard
+from dlmgrid.cluster.store import Store, load
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.tables import GENERATIONS, write_table
@@ -134,6 +135,29 @@ def test_without_its_manifest_a_folder_is_read_again_from_its_files(
     (store.out / "manifest.jsonl").unlink()
     again = reopened(store)
     assert num_missing(again, works) == 0
+    assert stored_rows(store.out) == rows
+
+
+def test_failed_rows_can_be_dropped_to_run_again_and_good_ones_stay(
+    tmp_path: Path,
+    write_grid: Callable[..., Path],
+    write_data: Any,
+    make_works: Any,
+    run_units: Any,
+    stored_rows: Any,
+) -> None:
+    store = Store(tmp_path / "failing")
+    data = write_data(8, {number: {"prompt_fits": False} for number in (1, 4, 5, 6, 7)})
+    works = make_works(write_grid(temperatures=[0], methods=["none"]), store.out, data)
+    run_units(store, plan_chains(works, store, SETTINGS))
+    rows = stored_rows(store.out)
+    assert store.drop_failed({"of another cell"}) == 0
+    assert store.drop_failed({works[0].cell.cell_key}) == 5
+    assert [row["item_id"] for row in stored_rows(store.out)] == ["letters-0", "letters-2", "letters-3"]
+    again = reopened(store)
+    assert {path.stem for path in store.generations.iterdir()} == {shard.unit_key for shard in again.shards}
+    assert num_missing(again, works) == 5
+    run_units(again, plan_chains(works, again, SETTINGS))
     assert stored_rows(store.out) == rows
 
 

@@ -15,7 +15,7 @@ from dlmgrid.workers.errors import InputError
 
 # Every flag is a promise to scripts. Add one here on purpose, or not at all.
 FLAGS = {
-    "run": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
+    "run": {"--out", "--limit", "--data", "--address", "--retry-failed", "--progress", "--quiet"},
     "plan": {"--out", "--limit", "--data", "--units"},
     "decode": {"--out", "--checkpoint", "--device"},
     "submit": {"--out", "--address", "--limit", "--data", "--submission-id", "--wait", "--no-wait"},

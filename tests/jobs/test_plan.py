@@ -1,0 +1,90 @@
+"""``plan``: cells, what is missing, and units for a machine without Ray, whose rows a run then adopts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlmgrid.cluster.fingerprints import FingerprintCache
+from dlmgrid.cluster.grid import read_grid
+from dlmgrid.cluster.run import ExitCode, RunRequest, run_grid
+from dlmgrid.cluster.sources import Sources
+from dlmgrid.cluster.store import load
+from dlmgrid.jobs.plan import show_plan
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.offline import read_units
+from dlmgrid.workers.testing import fake_catalog
+from dlmgrid.workers.testing.fake_runner import FakeUnitRunner
+
+SOURCES = Sources(
+    methods=fake_catalog.METHODS,
+    benchmark_names=fake_catalog.benchmark_names,
+    get_benchmark=fake_catalog.get_benchmark,
+    resolve_checkpoint=fake_catalog.resolve_checkpoint,
+    check_checkpoint=fake_catalog.check_checkpoint,
+    weight_fingerprint=fake_catalog.weight_fingerprint,
+)
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    model = fake_catalog.write_fake_checkpoint(tmp_path / "model")
+    values = {
+        "name": "test",
+        "models": [str(model)],
+        "benchmarks": ["letters"],
+        "temperatures": [0],
+        "methods": ["none", "ssd"],
+        "budgets": [6, 12],
+        "resources": {"items_per_unit": 6},
+    }
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_a_bare_plan_reads_no_weights_and_writes_nothing(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(_: Path) -> str:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(fake_catalog, "weight_fingerprint", forbidden)
+    before = sorted(tmp_path.rglob("*"))
+    show_plan(grid, SOURCES, out=None, limit=None, data=None, units=None)
+    printed = capsys.readouterr().out
+    assert "3 cells, 36 rows, 36 missing: 6 units in 2 chains" in printed
+    assert sorted(tmp_path.rglob("*")) == before
+    show_plan(grid, SOURCES, out=None, limit=2, data=None, units=None)
+    assert "3 cells, 6 rows, 6 missing" in capsys.readouterr().out
+
+
+def test_units_decoded_elsewhere_are_adopted_by_a_run_that_then_starts_no_ray(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, units = tmp_path / "out", tmp_path / "units.json"
+    show_plan(grid, SOURCES, out=out, limit=None, data=None, units=units)
+    runner = FakeUnitRunner("cpu", "elsewhere")
+    for unit in read_units(units):
+        runner.run(unit)
+    show_plan(grid, SOURCES, out=out, limit=None, data=None, units=None)
+    assert "36 rows, 36 missing" in capsys.readouterr().out
+
+    # the fingerprint is known already, so nothing needs a worker: an address where no Ray is does not matter
+    model = tmp_path / "model"
+    FingerprintCache(out / "fingerprints.json").put(model, SOURCES.weight_fingerprint(model))
+    request = RunRequest(grid=read_grid(grid), out=out, sources=SOURCES, address="127.0.0.1:9", style="quiet")
+    assert run_grid(request) is ExitCode.DONE
+    table = load(out).table
+    assert table.num_rows == 36
+    assert set(table["actor"].to_pylist()) == {"elsewhere"}
+    assert all(table["exact_tokens"].to_pylist())
+    show_plan(grid, SOURCES, out=out, limit=None, data=None, units=None)
+    assert "36 rows, 0 missing" in capsys.readouterr().out
+
+
+def test_units_need_an_output_folder(grid: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--units needs --out"):
+        show_plan(grid, SOURCES, out=None, limit=None, data=None, units=tmp_path / "units.json")
