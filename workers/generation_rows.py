@@ -1,17 +1,14 @@
-"""Rows of the ``generations`` table: from a decoded sample, or from an item that failed."""
+"""Rows of the ``generations`` table from decoded samples, and their verdicts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from dlmgrid.workers.cell import Cell, reference_key
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.decoder import Generation
 from dlmgrid.workers.decoding.paths import Verdict, logits_digest, path_digest
-from dlmgrid.workers.tables import GENERATIONS
+from dlmgrid.workers.rows import Provenance, blank_row
 from dlmgrid.workers.units import Key
 
 VERDICT_COLUMNS = (
@@ -20,54 +17,10 @@ VERDICT_COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Provenance:
-    """Where a row was made: the same for all rows of an actor's unit."""
-
-    run_id: str
-    actor: str
-    attempt: int
-    device: str
-    runtime_fingerprint: str
-    versions: Mapping[str, str]
-
-
 def token_digest(token_ids: tuple[int, ...]) -> str:
     """16 hexadecimal digits over a prompt's token ids."""
     text = ",".join(map(str, token_ids))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def blank_row(cell: Cell, key: Key, provenance: Provenance) -> dict[str, Any]:
-    """A row with the key, the settings and the provenance; every other column null."""
-    row: dict[str, Any] = dict.fromkeys(GENERATIONS.names)
-    settings = cell.to_dict()
-    row.update(settings)
-    row.update(
-        seed=str(cell.seed),
-        temperature_text=format(cell.temperature, "g"),
-        cell_key=cell.cell_key,
-        item_id=key.item_id,
-        repeat=key.repeat,
-        claim=cell.claim,
-        reference_key=reference_key(cell, key.repeat, provenance.runtime_fingerprint),
-        run_id=provenance.run_id,
-        actor=provenance.actor,
-        attempt=provenance.attempt,
-        device=provenance.device,
-        runtime_fingerprint=provenance.runtime_fingerprint,
-        product_version=provenance.versions["dlmgrid"],
-        torch_version=provenance.versions["torch"],
-        triton_version=provenance.versions["triton"],
-        transformers_version=provenance.versions["transformers"],
-        finished_at=datetime.now(UTC),
-    )
-    return row
-
-
-def error_row(cell: Cell, key: Key, provenance: Provenance, error: str) -> dict[str, Any]:
-    """The row of a key that could not be generated."""
-    return {**blank_row(cell, key, provenance), "error": error}
 
 
 def generation_row(

@@ -27,10 +27,11 @@ from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
-from dlmgrid.workers.generation_rows import Provenance, error_row, generation_row, set_verdict
+from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.models.checkpoint import read_config
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
+from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.tokenization import PromptEncoder, load_tokenizer

@@ -17,7 +17,7 @@ from dlmgrid.workers.drafting.growth import grow
 
 def stale_confidence_order(states: Tensor, eligible: Tensor, prediction: Prediction) -> Tensor:
     """log q fp64 [S, W, L]: stale confidences normalised over the eligible positions, -inf elsewhere."""
-    confidence = torch.where(eligible, prediction.confidence.double(), 0.0)
+    confidence = torch.where(eligible, prediction.unrounded_confidence, 0.0)
     return (
         confidence / confidence.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     ).log()

@@ -56,10 +56,10 @@ class Drafter(Protocol):
 class Prediction(NamedTuple):
     """What the stale distributions say of each position, for states with given commit counts.
 
-    ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp64: the
-    tempered probability of ``first``, what the commit rule compares; at T in {0, 1} it is worked out from the
-    mass of the other tokens, so that positions whose probability is 1 in fp32 keep their order (on text that has
-    ended most positions are such). ``first_probability`` and
+    ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp32: the
+    tempered probability of ``first``, what the commit rule compares. ``unrounded_confidence`` fp64: the same, at
+    T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
+    keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
     every state of a sample is predicted alike. Positions outside the snapshot hold no meaning.
     """
@@ -67,6 +67,7 @@ class Prediction(NamedTuple):
     first: Tensor
     second: Tensor
     confidence: Tensor
+    unrounded_confidence: Tensor
     first_probability: Tensor
     second_probability: Tensor
 
@@ -88,7 +89,8 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         return Prediction(
             first=token_ids[..., 0].to(torch.int32),
             second=token_ids[..., 1].to(torch.int32),
-            confidence=1 - others,
+            confidence=probabilities[..., 0],
+            unrounded_confidence=1 - others,
             first_probability=probabilities[..., 0],
             second_probability=probabilities[..., 1],
         )
@@ -111,15 +113,17 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
     if temperature == 1:
-        is_top = two[..., 0] == 0
-        confidence = torch.where(is_top, 1 - others, raw[..., 0].double())
+        confidence = raw[..., 0]
+        unrounded = torch.where(two[..., 0] == 0, 1 - others, confidence.double())
     else:
         chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
-        confidence = (chosen.double() - snapshots.log_tempered_mass[:, None].double()).exp()
+        confidence = (chosen - snapshots.log_tempered_mass[:, None]).exp()
+        unrounded = confidence.double()
     return Prediction(
         first=tokens[..., 0],
         second=tokens[..., 1],
         confidence=confidence,
+        unrounded_confidence=unrounded,
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )

@@ -108,7 +108,7 @@ def _expand(
     # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
     prediction = predict(inputs, torch.where(present, counts, counts[:, :1]))
     shape = (num_samples, width, length)
-    confidence = prediction.confidence.expand(shape)
+    confidence = prediction.unrounded_confidence.expand(shape)
     first_probability = prediction.first_probability.expand(shape).double()
     second_probability = prediction.second_probability.expand(shape).double()
 

@@ -9,9 +9,22 @@ from __future__ import annotations
 
 import torch
 
+from torch import Tensor
+
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, predict
+
+
+def chain_order(confidence: Tensor) -> Tensor:
+    """The fp32 confidences that a chain is ordered by, as fp64 [..., L]; of equal ones the later position first.
+
+    After the end of a text most confidences are 1 in fp32 and the order among them is a guess. Taking the later
+    position first needed 1 % fewer passes than the earlier one or the unrounded order (smollm2-135m-bd32, 8
+    GSM8K prompts, D = 8); the decoder's own ties still go to the earlier position.
+    """
+    positions = torch.arange(confidence.shape[-1], device=confidence.device)
+    return confidence.double() + positions * 2.0**-40
 
 
 class ChainDrafter:
@@ -25,7 +38,7 @@ class ChainDrafter:
         grows = inputs.snapshots.is_valid
         for depth in range(1, tree.budget + 1):
             prediction = predict(inputs, counts)
-            selected = inputs.rule.select(states == MASKED, prediction.confidence[:, 0])
+            selected = inputs.rule.select(states == MASKED, chain_order(prediction.confidence[:, 0]))
             states = torch.where(selected, prediction.first[:, 0], states)
             grows = grows & (num_masked(states) > 0)
             if not bool(grows.any()):
