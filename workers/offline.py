@@ -25,9 +25,13 @@ def read_units(path: Path) -> list[WorkUnit]:
     try:
         return [_unit(values) for values in json.loads(path.read_text(encoding="utf-8"))]
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; write one with dlmgrid plan GRID --out DIR --units {path}") from error
+        raise InputError(
+            f"{path}: no such file; write one with dlmgrid plan GRID --out DIR --units {path}"
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: not a file of work units ({error}); write it with dlmgrid plan --units") from error
+        raise InputError(
+            f"{path}: not a file of work units ({error}); write it with dlmgrid plan --units"
+        ) from error
 
 
 def _unit(values: dict[str, Any]) -> WorkUnit:

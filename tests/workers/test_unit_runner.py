@@ -135,7 +135,11 @@ def test_an_item_that_breaks_the_model_fails_alone(
     ],
 )
 def test_failures_of_a_whole_unit_reach_the_driver(
-    runner: UnitRunner, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception,
+    runner: UnitRunner,
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
     expected: type[Exception],
 ) -> None:
     def failing(*_: Any) -> Any:
@@ -173,9 +177,7 @@ def test_a_reference_of_another_prompt_is_not_compared(
 
 
 def test_changed_weights_are_refused(inputs: Path, tmp_path: Path) -> None:
-    unit = make_unit(
-        inputs, tmp_path / "unit.parquet", item_ids(inputs)[:1], weight_fingerprint="0" * 24
-    )
+    unit = make_unit(inputs, tmp_path / "unit.parquet", item_ids(inputs)[:1], weight_fingerprint="0" * 24)
     with pytest.raises(InputError, match="the weights changed since the run was planned"):
         UnitRunner().run(unit)
 

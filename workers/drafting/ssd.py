@@ -8,7 +8,6 @@ cut that fills all k tokens at once and compares a prefix drifts from the decode
 from __future__ import annotations
 
 import torch
-
 from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
