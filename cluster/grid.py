@@ -168,8 +168,13 @@ class Grid(_Entry):
         for method in self.methods:
             if method.name != "none" and method.budgets is None and self.budgets is None:
                 raise ValueError(f"method {method.name!r} needs budgets; add budgets: [8] to the grid")
-        if self.kernels == "triton" and self.resources.device == "cpu":
-            raise ValueError("kernels: triton needs resources.device: cuda")
+        if self.kernels == "triton":
+            raise ValueError("kernels: triton is not in this release; use kernels: torch")
+        if self.numerics == "exact" and self.resources.device == "cuda":
+            raise ValueError(
+                "numerics: exact holds on the CPU only in this release; with device: cuda use numerics: fast, whose "
+                "rows are compared as well"
+            )
         return self
 
     @property
