@@ -69,6 +69,8 @@ def test_decoders_are_an_axis() -> None:
         (change("[6, 12]", "6"), r"g: budgets: should be a valid list \(found 6\)"),
         (change("budgets: [6, 12]", ""), "g: method 'ssd' needs budgets; add budgets:"),
         (change("[0, 0.7]", "[-0.1]"), r"g: temperatures\[0\]: should be greater than or equal to 0 \(found -0.1\)"),
+        (change("[0, 0.7]", "[1.0e-39]"), r"g: temperatures\[0\]: temperature must be 0, or between 0.0001 and 10000"),
+        (change("[0, 0.7]", "[1.0e+300]"), r"g: temperatures\[0\]: temperature must be 0, or between 0.0001 and 10000"),
         (change("[0, 0.7]", "[.nan]"), r"g: temperatures\[0\]: should be a finite number"),
         (change("bfloat16", "fp8"), r"g: models\[1\].dtype: 'fp8' is not one of 'float32' or 'bfloat16'"),
         (GOOD + "decoder: {name: threshold}", r"g: decoder\[0\]: threshold must lie strictly between 0 and 1"),
