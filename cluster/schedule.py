@@ -1,9 +1,10 @@
 """Which actor runs what next, and what becomes of a unit that failed. No Ray here: plain state, easy to test.
 
 An actor keeps its model until that model's queue is empty. A chain's dependents go to the actor that
-finished its reference; one that would idle takes over the last dependent waiting for another, since reference rows
-are read from committed files and all actors of a run share one runtime fingerprint. A failed unit is retried, split into single items, or given up, so that one poison
-item costs two deaths and the grid goes on.
+finished its reference; one that would idle takes over the last dependent waiting for a busy actor, since
+reference rows are read from committed files and all actors of a run share one runtime fingerprint. A failed
+unit is retried, split into single items, or given up, so that one poison item costs two deaths and the grid
+goes on.
 """
 
 from __future__ import annotations
