@@ -26,6 +26,7 @@ METHOD_FIELDS = (
     "budget",
     "drafter_fingerprint",
     "verification",
+    "fused_commit",
     "gamma",
     "fold_tau",
     "product_tau",
