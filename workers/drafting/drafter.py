@@ -62,7 +62,8 @@ class Prediction(NamedTuple):
     T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
     keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
-    every state of a sample is predicted alike. Positions outside the snapshot hold no meaning.
+    every state of a sample is predicted alike. Positions outside the snapshot, and samples whose snapshot is not
+    valid, hold no meaning.
     """
 
     first: Tensor
@@ -104,7 +105,8 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     if inputs.stream is None:
         two = torch.arange(2, device=token_ids.device).expand(*shape[:-1], 2)
     else:
-        sample, position = (inputs.roots == MASKED).nonzero(as_tuple=True)
+        is_read = (inputs.roots == MASKED) & snapshots.is_valid[:, None]
+        sample, position = is_read.nonzero(as_tuple=True)
         noise = torch.zeros(shape, device=token_ids.device)
         noise[sample, :, position] = inputs.noise.entries(
             inputs.keys[sample][:, None].expand(-1, num_states, -1),

@@ -40,7 +40,8 @@ RULES: dict[str, tuple[CommitRule, Rule]] = {
     "factor": (factor(1.8), factor_rule(1.8)),
 }
 TEMPERATURE = 1.5
-BUDGET = 4
+# A chain in a block of three has one state: the first pass drafts nothing, and a complete state is never a node.
+BUDGETS = {"none": 0, "ssd": 1, "confidence_tree": 4}
 PROMPT_TOKEN = 1
 POSITIONS = (1, 2, 3)  # of a block of 4 whose first token is the prompt
 DRAWS, MANY_DRAWS = 20_000, 200_000
@@ -90,7 +91,7 @@ def sample(
     settings = DecodeSettings(
         block_length=length,
         gen_length=length - 1,
-        budget=0 if method == "none" else BUDGET,
+        budget=BUDGETS[method],
         temperature=temperature,
         rule=rule,
         noise=NoiseTable(seed, noise),

@@ -19,7 +19,13 @@ from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 from dlmgrid.workers.testing.tiny_target import TinyTarget
 
 BUILDERS = {"none": none.build, "ssd": ssd.build, "confidence_tree": confidence_tree.build}
-RULES = {"static": static(1), "static-2": static(2), "threshold": threshold(0.5), "factor": factor(1.0)}
+RULES = {
+    "static": static(1),
+    "static-2": static(2),
+    "threshold": threshold(0.5),
+    "threshold-dinfer": threshold(0.9, comparison="dinfer"),
+    "factor": factor(1.0),
+}
 LENGTH, VOCAB = 8, 40
 PROMPTS = [Prompt(item_id=f"item-{index}", repeat=0, token_ids=(1 + index,)) for index in range(6)]
 
@@ -79,6 +85,21 @@ def transitions(generation: Generation) -> Iterator[tuple[Tensor, Tensor, bool]]
             yield state, following, index < accepted
             state = following
     assert next(steps, None) is None
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("verification", ["coupled", "uncoupled"])
+def test_equality_with_the_drawn_state_keeps_the_serialized_path_under_every_rule(
+    verification: str, rule: CommitRule
+) -> None:
+    for temperature in (0.0, 1.5):
+        serialized = decode(none.build(), rule, verification="coupled", temperature=temperature, budget=0)
+        for method in ("ssd", "confidence_tree"):
+            drafted = decode(BUILDERS[method](), rule, verification=verification, temperature=temperature)
+            assert [g.steps for g in drafted] == [g.steps for g in serialized]
+            assert [g.digests for g in drafted] == [g.digests for g in serialized]
+            assert sum(g.nfe_denoise for g in drafted) <= sum(g.nfe_denoise for g in serialized)
+        assert temperature > 0 or any(sum(g.accepted) for g in drafted)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
