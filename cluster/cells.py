@@ -164,7 +164,7 @@ def _cells(
             decoder=decoder.name,
             commits_per_step=decoder.commits_per_step,
             threshold=decoder.threshold,
-            comparison=(decoder.comparison or "sdar") if decoder.name == "threshold" else None,
+            comparison=decoder.comparison,
             factor=decoder.factor,
             fused_commit=decoder.fused_commit,
             block_length=model.entry.block_length or model.shape.block_length,

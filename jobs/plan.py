@@ -24,7 +24,7 @@ from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
 from dlmgrid.cluster.run import look_up, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
-from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.units import WorkUnit
 
@@ -146,7 +146,7 @@ def _decoder_text(cell: Cell) -> str:
     parts += [f"{value:g}" for value in (cell.threshold, cell.factor) if value is not None]
     if cell.commits_per_step != 1:
         parts.append(str(cell.commits_per_step))
-    if cell.comparison not in (None, "sdar"):
+    if cell.comparison not in (None, DEFAULT_COMPARISON):
         parts.append(str(cell.comparison))
     if cell.fused_commit:
         parts.append("fused")

@@ -13,6 +13,9 @@ from typing import Any
 
 SCHEMA_OF_KEYS = 1
 
+DEFAULT_COMPARISON = "sdar"
+"""What a ``threshold`` decoder compares with where nothing is said: c > τ."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -61,7 +64,8 @@ class Cell:
 
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
-        three verification modes accept the same states and no noise is read, whatever its keying."""
+        three verification modes accept the same states and no noise is read, whatever its keying; a threshold
+        without a comparison has the default one."""
         cell = self
         if cell.method == "none" or cell.budget == 0:
             cell = replace(
@@ -74,6 +78,8 @@ class Cell:
                 fold_tau=None,
                 product_tau=None,
             )
+        if cell.decoder == "threshold" and cell.comparison is None:
+            cell = replace(cell, comparison=DEFAULT_COMPARISON)
         if cell.temperature == 0:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
         return cell

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRule:
@@ -72,7 +74,7 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 """How published threshold decoders compare a confidence with τ: maps (masked, confidence, τ) to what passes."""
 
 
-def threshold(value: float, min_commits: int = 1, comparison: str = "sdar") -> CommitRule:
+def threshold(value: float, min_commits: int = 1, comparison: str = DEFAULT_COMPARISON) -> CommitRule:
     """Every position that passes ``comparison`` with ``value``; the top ``min_commits`` where fewer pass.
 
     Raises ValueError for a value outside (0, 1) or a comparison that is not in ``COMPARISONS``. JetEngine's rule
@@ -122,23 +124,16 @@ def factor(value: float) -> CommitRule:
 RULES = ("static", "threshold", "factor")
 
 
-def build_rule(
-    name: str,
-    commits_per_step: int,
-    value: float | None,
-    *,
-    comparison: str | None = None,
-    factor_value: float | None = None,
-) -> CommitRule:
-    """The rule called ``name``; ``value`` and ``comparison`` belong to ``threshold``, ``factor_value`` to ``factor``.
-
-    None takes the published default: τ 0.85 and c > τ (SDAR), f = 1 (Fast-dLLM). Raises ValueError for an unknown
-    name or a setting out of range.
-    """
-    if name == "static":
-        return static(commits_per_step)
-    if name == "threshold":
-        return threshold(0.85 if value is None else value, commits_per_step, comparison or "sdar")
-    if name == "factor":
-        return factor(1.0 if factor_value is None else factor_value)
-    raise ValueError(f"decoder {name!r} is not one of {', '.join(RULES)}")
+def build_rule(cell: Cell) -> CommitRule:
+    """The commit rule of a cell. Raises ValueError for an unknown decoder, or a setting missing or out of range."""
+    if cell.decoder == "static":
+        return static(cell.commits_per_step)
+    if cell.decoder == "threshold":
+        if cell.threshold is None:
+            raise ValueError("the threshold decoder needs a threshold")
+        return threshold(cell.threshold, cell.commits_per_step, cell.comparison or DEFAULT_COMPARISON)
+    if cell.decoder == "factor":
+        if cell.factor is None:
+            raise ValueError("the factor decoder needs a factor")
+        return factor(cell.factor)
+    raise ValueError(f"decoder {cell.decoder!r} is not one of {', '.join(RULES)}")

@@ -35,8 +35,11 @@ from dlmgrid.workers.decoding.verification import TransitionRule, WalkedSteps, w
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 
 STOP_POLICIES = ("eos", "none")
-VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT, "greedy_match": None}
-"""The verification modes, and the noise that the drafter's predictions read in each; None: no noise."""
+VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
+"""The verification modes that keep to the serialized path, and the noise that the drafter's predictions read."""
+
+GREEDY_MATCH = "greedy_match"
+"""The mode that leaves the serialized path at T > 0: live only; its predictions read no noise."""
 
 
 class Target(Protocol):
@@ -71,8 +74,9 @@ class DecodeSettings:
     profiled: bool = False
 
     def __post_init__(self) -> None:
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        modes = (*VERIFICATIONS, GREEDY_MATCH)
+        if self.verification not in modes:
+            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(modes)}")
         if self.stop not in STOP_POLICIES:
             raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
@@ -295,7 +299,9 @@ class Decoder:
                 rule=settings.rule,
                 temperature=settings.temperature,
                 noise=settings.noise,
-                stream=VERIFICATIONS[settings.verification],
+                stream=None
+                if settings.verification == GREEDY_MATCH
+                else VERIFICATIONS[settings.verification],
             )
             self.drafter.draft(inputs, tree)
         return tree
@@ -310,7 +316,7 @@ class Decoder:
                 rule=self.settings.rule,
                 temperature=self.settings.temperature,
                 noise=self.settings.noise,
-                accepts_argmax=self.settings.verification == "greedy_match",
+                accepts_argmax=self.settings.verification == GREEDY_MATCH,
             ),
             hidden=hidden,
             first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.commit_rules import COMPARISONS, build_rule, factor, static, threshold
 
 
@@ -86,27 +90,49 @@ def test_ties_go_to_the_lowest_position() -> None:
         assert rule.select(masked, confidence)[0].nonzero().flatten().tolist() == [1, 2][:count]
 
 
-def test_a_rule_is_built_by_name_with_its_published_default() -> None:
-    masked, confidence = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0.86, 0.85, 0.1]])
-    assert build_rule("threshold", 1, None).select(masked, confidence).sum() == 1
-    assert build_rule("threshold", 1, 0.5, comparison="fast_dllm").select(masked, confidence).sum() == 2
-    assert build_rule("factor", 1, None).select(masked, confidence).sum() == 2
-    assert build_rule("static", 3, None).max_commits == 3
+def make_cell(**settings: Any) -> Cell:
+    return Cell(
+        model="reference", benchmark="words", prompt_version="1", method="none", budget=0, temperature=0.0,
+        block_length=4, gen_length=8, **settings,
+    )  # fmt: skip
+
+
+def test_the_rule_of_a_cell_follows_its_settings() -> None:
+    masked, confidence = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0.86, 0.75, 0.1]])
+
+    def count(**settings: Any) -> int:
+        return int(build_rule(make_cell(**settings)).select(masked, confidence).sum())
+
+    assert count(decoder="static", commits_per_step=3) == 3
+    assert count(decoder="threshold", threshold=0.75) == 1
+    assert count(decoder="threshold", threshold=0.75, comparison="fast_dllm") == 2
+    assert count(decoder="factor", factor=1.0) == 2
+    assert count(decoder="factor", factor=0.5) == 1
     assert set(COMPARISONS) == {"sdar", "fast_dllm", "dinfer"}
 
 
+def test_a_threshold_without_a_comparison_is_the_cell_of_the_default_one() -> None:
+    cell = make_cell(decoder="threshold", threshold=0.9)
+    assert cell.cell_key == replace(cell, comparison="sdar").cell_key
+    assert cell.cell_key != replace(cell, comparison="fast_dllm").cell_key
+
+
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("settings", "message"),
     [
-        ("statc", {}, "decoder 'statc' is not one of static, threshold, factor"),
-        ("static", {"commits_per_step": 0}, "commits_per_step is 0"),
-        ("threshold", {"value": 1.0}, "must lie between 0 and 1"),
-        ("threshold", {"comparison": "jetengine"}, "'jetengine' is not one of sdar, fast_dllm, dinfer"),
-        ("factor", {"factor_value": 0.0}, "factor is 0.0, it must be positive"),
-        ("factor", {"factor_value": float("nan")}, "must be positive"),
+        ({"decoder": "statc"}, "decoder 'statc' is not one of static, threshold, factor"),
+        ({"commits_per_step": 0}, "commits_per_step is 0"),
+        ({"decoder": "threshold"}, "the threshold decoder needs a threshold"),
+        ({"decoder": "threshold", "threshold": 1.0}, "must lie between 0 and 1"),
+        (
+            {"decoder": "threshold", "threshold": 0.9, "comparison": "jetengine"},
+            "'jetengine' is not one of sdar, fast_dllm, dinfer",
+        ),
+        ({"decoder": "factor"}, "the factor decoder needs a factor"),
+        ({"decoder": "factor", "factor": 0.0}, "factor is 0.0, it must be positive"),
+        ({"decoder": "factor", "factor": float("nan")}, "must be positive"),
     ],
 )
-def test_a_rule_that_does_not_exist_is_refused(name: str, settings: dict[str, float], message: str) -> None:
-    values = {"commits_per_step": 1, "value": None} | settings
+def test_a_rule_that_does_not_exist_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_rule(name, **values)  # type: ignore[arg-type]
+        build_rule(make_cell(**settings))

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from dlmgrid.kernels.logits import choose
 from dlmgrid.workers.decoding.commit_rules import CommitRule, factor, static, threshold
-from dlmgrid.workers.decoding.decoder import VERIFICATIONS, Decoder, DecodeSettings, Generation, Prompt
+from dlmgrid.workers.decoding.decoder import (
+    GREEDY_MATCH,
+    VERIFICATIONS,
+    Decoder,
+    DecodeSettings,
+    Generation,
+    Prompt,
+)
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
@@ -174,7 +181,7 @@ class Forgetful:
         tree.parents.fill_(-1)
 
 
-@pytest.mark.parametrize("verification", VERIFICATIONS)
+@pytest.mark.parametrize("verification", [*VERIFICATIONS, GREEDY_MATCH])
 @pytest.mark.parametrize("method", ["ssd", "confidence_tree"])
 def test_acceptance_is_equality_and_never_a_ratio_of_probabilities(method: str, verification: str) -> None:
     drafted = decode(BUILDERS[method](), static(1), verification=verification)
@@ -185,6 +192,6 @@ def test_acceptance_is_equality_and_never_a_ratio_of_probabilities(method: str, 
 
 
 def test_the_modes_are_these_three() -> None:
-    assert VERIFICATIONS == {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT, "greedy_match": None}
+    assert VERIFICATIONS == {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
     with pytest.raises(ValueError, match="'ratio' is not one of coupled, uncoupled, greedy_match"):
         decode(none.build(), static(1), verification="ratio")
