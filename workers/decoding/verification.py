@@ -90,6 +90,10 @@ def walk(
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
 
+    Raises:
+        FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
+        StalledError: the commit rule opened no position.
+
     Returns:
         The new roots int32 [S, L], and the steps of each sample.
     """
@@ -115,9 +119,10 @@ def walk(
                 counts[row_of],
                 logits.shape[1],
             )
-        step = _step(
-            transition.rule, states, choose(logits, transition.temperature, gumbel), row_of, position
-        )
+        drawn = choose(logits, transition.temperature, gumbel)
+        if not bool(torch.isfinite(drawn.probabilities).all()):
+            raise FloatingPointError("the model's logits are not finite at a state of this item")
+        step = _step(transition.rule, states, drawn, row_of, position)
         if transition.accepts_argmax and gumbel is not None:
             unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
             argmax = _step(transition.rule, states, unperturbed, row_of, position)
