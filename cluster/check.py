@@ -142,13 +142,14 @@ class _Index:
         keys_of_inputs: dict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
         inputs_of_cell: dict[str, tuple[str, ...]] = {}
         columns = [
-            "cell_key", "item_id", "repeat", "reference_key", "method", "model", "benchmark", "prompt_version",
+            "cell_key", "item_id", "repeat", "reference_key", "method", "fused_commit", "model", "benchmark",
+            "prompt_version",
         ]  # fmt: skip
         for path in sorted(str(path) for path in folder.glob("*.parquet")):
             by_reference[path] = ""
             for number, row in enumerate(read_table([path], GENERATIONS, columns).to_pylist()):
                 self._copies[row["cell_key"], row["item_id"], row["repeat"]] += 1
-                if row["method"] == "none":
+                if row["method"] == "none" and not row["fused_commit"]:
                     self._references.setdefault((row["reference_key"], row["item_id"]), (path, number))
                 by_reference[path] = by_reference[path] or row["reference_key"]
                 inputs = (row["model"], row["benchmark"], row["prompt_version"])
@@ -183,7 +184,7 @@ def _check_row(row: Row, index: _Index) -> Check:
         notes.append("failed: " + (row["error"] or "no tokens and no error"))
         if row["error"] is None:
             faults.append("a row without tokens gives no error")
-    elif row["method"] != "none":
+    elif not cell_of(row).is_reference:
         reference = index.reference(row)
         if reference is None or reference["token_ids"] is None:
             why = "failed" if reference is not None else "is missing, failed or is of another runtime"

@@ -9,9 +9,12 @@ def forwards_per_row(cell: Cell) -> int:
     """Target forwards that one row takes at most, with no early stop and nothing accepted from a draft.
 
     Prefill, and for each block its denoising steps and its commit pass; a prompt that does not fill its last block
-    adds one block. A reference row is decoded twice: packed, and one sample at a time.
+    adds one block. A fused commit pass is the next block's first pass. A reference row is decoded twice: packed,
+    and one sample at a time.
     """
     num_blocks = -(-cell.gen_length // cell.block_length) + 1
     steps = -(-cell.block_length // cell.commits_per_step)
     once = 1 + num_blocks * (steps + 1)
+    if cell.fused_commit:
+        once -= num_blocks - 1
     return 2 * once if cell.is_reference else once

@@ -97,19 +97,43 @@ class MethodEntry(_Entry):
 
 class DecoderEntry(_Entry):
     """The commit rule: ``static`` commits a fixed number a step, ``threshold`` all that are confident
-    enough."""
+    enough, ``factor`` as many as the confidences allow together.
 
-    name: Literal["static", "threshold"]
+    ``comparison`` names whose threshold comparison is meant: ``sdar`` c > τ (the default), ``fast_dllm`` c ≥ τ,
+    ``dinfer`` c ≥ min(τ, max c - 1e-5). ``fused_commit`` makes a block's commit pass and the next block's first
+    pass one.
+    """
+
+    name: Literal["static", "threshold", "factor"]
     commits_per_step: Count = 1
     threshold: float | None = None
+    comparison: Literal["sdar", "fast_dllm", "dinfer"] | None = None
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    fused_commit: bool = False
+
+    @field_validator("comparison", mode="before")
+    @classmethod
+    def _is_confidence_ordered(cls, value: Any) -> Any:
+        if value == "jetengine":
+            raise ValueError(
+                "jetengine opens the leftmost positions where too few pass, which is not confidence-ordered "
+                "decoding; use sdar, which has the same comparison"
+            )
+        return value
 
     @model_validator(mode="after")
     def _belongs_together(self) -> DecoderEntry:
+        if self.name != "static" and self.commits_per_step != 1:
+            raise ValueError("commits_per_step belongs to the static decoder; remove it")
+        if self.name == "factor" and self.factor is None:
+            raise ValueError("the factor decoder needs a factor; add factor: 1.0")
+        if self.name != "factor" and self.factor is not None:
+            raise ValueError("factor belongs to the factor decoder; remove it or name that decoder")
+        if self.name != "threshold" and self.comparison is not None:
+            raise ValueError("comparison belongs to the threshold decoder; remove it or name that decoder")
         if self.name == "threshold":
             if self.threshold is None or not 0 < self.threshold < 1:
                 raise ValueError(f"threshold must lie strictly between 0 and 1 (found {self.threshold!r})")
-            if self.commits_per_step != 1:
-                raise ValueError("commits_per_step belongs to the static decoder; remove it")
         elif self.threshold is not None:
             raise ValueError("threshold belongs to the threshold decoder; remove it or name that decoder")
         return self

@@ -26,6 +26,7 @@ METHOD_FIELDS = (
     "budget",
     "drafter_fingerprint",
     "verification",
+    "fused_commit",
     "gamma",
     "fold_tau",
     "product_tau",
@@ -105,7 +106,12 @@ class CellReport:
 
     @property
     def is_exact(self) -> bool:
-        """True when at least one row was checked and every checked row is equal at all three levels."""
+        """True when at least one row was checked and every checked row is equal at all three levels.
+
+        Never under ``greedy_match``, whose law is biased: rows that happen to be equal are luck.
+        """
+        if self.settings["verification"] == "greedy_match":
+            return False
         return all(level.checked > 0 and level.equal == level.checked for level in self.exact.values())
 
 

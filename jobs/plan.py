@@ -24,6 +24,7 @@ from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
 from dlmgrid.cluster.run import look_up, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.units import WorkUnit
 
@@ -124,12 +125,11 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
     for work in works:
         cell = work.cell
         missing = len(work.keys if store is None else store.missing(cell.cell_key, work.keys))
-        decoder = cell.decoder if cell.threshold is None else f"{cell.decoder} {cell.threshold:g}"
         values = [
             f"{cell.model}@{cell.revision}" if cell.revision else cell.model,
             cell.benchmark,
             f"{cell.temperature:g}",
-            decoder if cell.commits_per_step == 1 else f"{decoder} {cell.commits_per_step}",
+            _decoder_text(cell),
             cell.method,
             str(cell.budget),
             str(len(work.keys)),
@@ -138,6 +138,19 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
         ]
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
     Console(width=160).print(table)
+
+
+def _decoder_text(cell: Cell) -> str:
+    """The decoder with the settings that are not its defaults: ``threshold 0.9 fast_dllm fused``."""
+    parts = [cell.decoder]
+    parts += [f"{value:g}" for value in (cell.threshold, cell.factor) if value is not None]
+    if cell.commits_per_step != 1:
+        parts.append(str(cell.commits_per_step))
+    if cell.comparison not in (None, DEFAULT_COMPARISON):
+        parts.append(str(cell.comparison))
+    if cell.fused_commit:
+        parts.append("fused")
+    return " ".join(parts)
 
 
 def _print_totals(works: Sequence[CellWork], chains: Sequence[Chain], store: Store | None) -> None:

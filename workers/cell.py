@@ -13,6 +13,9 @@ from typing import Any
 
 SCHEMA_OF_KEYS = 1
 
+DEFAULT_COMPARISON = "sdar"
+"""What a ``threshold`` decoder compares with where nothing is said: c > τ."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -20,9 +23,11 @@ class Cell:
 
     ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
-    ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` belongs to the
-    ``threshold`` decoder, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold, ``product_tau`` to SPOT-Sets; each is
-    None where it does not apply. ``drafter_fingerprint`` identifies a learned or calibrated part ("" if none).
+    ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
+    the ``threshold`` decoder, ``factor`` to ``factor``, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
+    ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
+    with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
+    or calibrated part ("" if none).
     """
 
     model: str
@@ -42,6 +47,9 @@ class Cell:
     decoder: str = "static"
     commits_per_step: int = 1
     threshold: float | None = None
+    comparison: str | None = None
+    factor: float | None = None
+    fused_commit: bool = False
     gamma: float | None = None
     fold_tau: float | None = None
     product_tau: float | None = None
@@ -56,7 +64,8 @@ class Cell:
 
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
-        three verification modes accept the same states and no noise is read, whatever its keying."""
+        three verification modes accept the same states and no noise is read, whatever its keying; a threshold
+        without a comparison has the default one."""
         cell = self
         if cell.method == "none" or cell.budget == 0:
             cell = replace(
@@ -69,13 +78,15 @@ class Cell:
                 fold_tau=None,
                 product_tau=None,
             )
+        if cell.decoder == "threshold" and cell.comparison is None:
+            cell = replace(cell, comparison=DEFAULT_COMPARISON)
         if cell.temperature == 0:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
         return cell
 
     def reference(self) -> Cell:
-        """The draft-free cell whose rows this cell's rows are compared with."""
-        return replace(self, method="none", budget=0).canonical()
+        """The draft-free cell whose rows this cell's rows are compared with; its passes are never fused."""
+        return replace(self, method="none", budget=0, fused_commit=False).canonical()
 
     @property
     def is_reference(self) -> bool:
@@ -111,8 +122,8 @@ def digest(values: Any) -> str:
 
 
 def reference_key(cell: Cell, repeat: int, runtime_fingerprint: str) -> str:
-    """Identifies the serialized run that a row is compared with: every setting but drafter, budget and
-    verification, with the repeat and the fingerprint of device, kernels, torch and triton."""
+    """Identifies the serialized run that a row is compared with: every setting but drafter, budget, verification
+    and fused passes, with the repeat and the fingerprint of device, kernels, torch and triton."""
     return digest({"cell": cell.reference().cell_key, "repeat": repeat, "runtime": runtime_fingerprint})
 
 

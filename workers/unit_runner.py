@@ -291,11 +291,12 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         gen_length=cell.gen_length,
         budget=cell.budget,
         temperature=cell.temperature,
-        rule=build_rule(cell.decoder, cell.commits_per_step, cell.threshold),
+        rule=build_rule(cell),
         noise=NoiseTable(cell.seed, cell.noise),
         stop_token_ids=engine.config.stop_token_ids,
         verification=cell.verification,
         stop=cell.stop,
+        fused_commit=cell.fused_commit,
         profiled=profiled,
     )
 

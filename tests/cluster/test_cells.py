@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.run import look_up
 from dlmgrid.cluster.sources import Sources
@@ -30,6 +31,47 @@ def test_every_accelerated_cell_has_its_reference_before_it_and_nothing_is_there
     for cell in cells:
         assert keys.index(cell.reference().cell_key) <= keys.index(cell.cell_key)
         assert cell == cell.canonical()
+
+
+def test_fused_cells_are_compared_with_the_draft_free_cell_whose_passes_are_not_fused(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any
+) -> None:
+    fused = {"name": "factor", "factor": 1.0, "fused_commit": True}
+    grid = write_grid(temperatures=[0], decoder=[fused, {"name": "factor", "factor": 1.0}])
+    cells = [work.cell for work in make_works(grid, tmp_path / "out")]
+    assert [(cell.method, cell.fused_commit, cell.is_reference) for cell in cells] == [
+        ("none", False, True), ("none", True, False), ("ssd", True, False), ("ssd", False, False),
+    ]  # fmt: skip
+    assert {cell.reference().cell_key for cell in cells} == {cells[0].cell_key}
+    assert {cell.claim for cell in cells} == {"exact"}
+    assert {(cell.decoder, cell.factor, cell.comparison) for cell in cells} == {("factor", 1.0, None)}
+    assert forwards_per_row(cells[1]) < forwards_per_row(cells[3])
+
+
+def test_the_comparison_of_a_threshold_is_part_of_its_cells(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any
+) -> None:
+    decoders = [
+        {"name": "threshold", "threshold": 0.9, **comparison}
+        for comparison in ({}, {"comparison": "sdar"}, {"comparison": "fast_dllm"})
+    ]
+    grid = write_grid(temperatures=[0], methods=["none"], decoder=decoders)
+    cells = [work.cell for work in make_works(grid, tmp_path / "out")]
+    assert [cell.comparison for cell in cells] == ["sdar", "fast_dllm"]
+    assert len({cell.cell_key for cell in cells}) == 2
+
+
+def test_greedy_match_promises_nothing_above_temperature_0(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any
+) -> None:
+    grid = write_grid(temperatures=[0, 1.5], methods=["ssd"], verification="greedy_match")
+    cells = [work.cell for work in make_works(grid, tmp_path / "out")]
+    assert [(c.temperature, c.method, c.verification, c.claim) for c in cells] == [
+        (0.0, "none", "coupled", "exact"),
+        (0.0, "ssd", "coupled", "exact"),
+        (1.5, "none", "coupled", "exact"),
+        (1.5, "ssd", "greedy_match", "approximate"),
+    ]
 
 
 def test_repeats_and_limits_choose_keys_not_cells(

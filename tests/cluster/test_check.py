@@ -36,6 +36,22 @@ def test_consistent_run_has_no_faults_and_every_accelerated_row_gets_a_verdict(t
     assert [(v.exact_tokens, v.exact_path, v.exact_bits) for v in verdicts if v] == [(True, True, True)]
 
 
+@pytest.mark.parametrize("method", ["none", "ssd"])
+def test_fused_rows_are_held_against_the_serialized_run_whatever_their_method(
+    tmp_path: Path, method: str
+) -> None:
+    cell = small_cell(method=method, budget=0 if method == "none" else 4, fused_commit=True)
+    reference = make_row(REFERENCE, "a", TOKENS)
+    equal = make_row(cell, "a", TOKENS, reference=reference)
+    run = write_run(tmp_path / "equal", [reference, equal])
+    assert _faults(run) == []
+    (check,) = [check for check in check_stored(run).checks if check.cell_key == cell.cell_key]
+    assert check.verdict is not None and check.verdict.exact_bits
+    other = make_row(cell, "a", [7, 8, 9, 4, 2, 1], reference=reference)
+    faults = _faults(write_run(tmp_path / "other", [reference, other]))
+    assert {f"{level} is false" for level in ("exact_tokens", "exact_path", "exact_bits")} == set(faults)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -49,6 +49,17 @@ def test_decoders_are_an_axis() -> None:
     ]
 
 
+def test_decoders_take_their_own_settings() -> None:
+    grid = parse_grid(
+        GOOD
+        + "decoder: [{name: factor, factor: 1.0, fused_commit: true}, "
+        + "{name: threshold, threshold: 0.9, comparison: fast_dllm}]",
+        "g",
+    )
+    found = [(d.name, d.factor, d.threshold, d.comparison, d.fused_commit) for d in grid.decoder]
+    assert found == [("factor", 1.0, None, None, True), ("threshold", None, 0.9, "fast_dllm", False)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -77,6 +88,16 @@ def test_decoders_are_an_axis() -> None:
         (GOOD + "decoder: {name: threshold, threshold: 1.0}", "strictly between 0 and 1 .found 1.0."),
         (GOOD + "decoder: {name: static, threshold: 0.9}", "threshold belongs to the threshold decoder"),
         (GOOD + "decoder: {name: threshold, threshold: 0.9, commits_per_step: 2}", "belongs to the static decoder"),
+        (GOOD + "decoder: {name: factor}", r"g: decoder\[0\]: the factor decoder needs a factor; add factor: 1.0"),
+        (GOOD + "decoder: {name: factor, factor: 0}", r"g: decoder\[0\].factor: should be greater than 0 \(found 0\)"),
+        (GOOD + "decoder: {name: factor, factor: 1, threshold: 0.9}", "threshold belongs to the threshold decoder"),
+        (GOOD + "decoder: {name: factor, factor: 1, commits_per_step: 2}", "belongs to the static decoder"),
+        (GOOD + "decoder: {name: static, factor: 1}", "factor belongs to the factor decoder"),
+        (GOOD + "decoder: {name: static, comparison: sdar}", "comparison belongs to the threshold decoder"),
+        (GOOD + "decoder: {name: threshold, threshold: 0.9, comparison: ge}", "'ge' is not one of 'sdar', 'fast_dllm'"),
+        (GOOD + "decoder: {name: threshold, threshold: 0.9, comparison: jetengine}",
+         r"g: decoder\[0\].comparison: jetengine opens the leftmost positions .*; use sdar"),
+        (GOOD + "decoder: {name: static, fused_commit: 1}", r"g: decoder\[0\].fused_commit: should be a valid boolean"),
         (GOOD + "verification: exact", "g: verification: 'exact' is not one of 'coupled', 'uncoupled'"),
         (GOOD + "kernels: triton", "g: kernels: triton is not in this release"),
         (GOOD + "resources: {gpus_per_actor: 1}", "g: resources: gpus_per_actor needs device: cuda"),

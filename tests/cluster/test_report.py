@@ -170,6 +170,33 @@ def test_settings_that_differ_are_named_and_others_are_not(tmp_path: Path) -> No
     assert [row[second.headings.index("claim")].text for row in second.rows] == ["exact", "exact", "law"]
 
 
+def test_fused_cells_stand_beside_the_draft_free_cell(tmp_path: Path) -> None:
+    reference = make_row(REFERENCE, "a", TOKENS)
+    fused = [
+        make_row(cell, "a", TOKENS, reference=reference, nfe_commit=1, nfe_total=8)
+        for cell in (small_cell(fused_commit=True), small_cell(fused_commit=True, method="ssd", budget=4))
+    ]
+    report = build_report(write_run(tmp_path, [reference, *fused]))
+    (table,) = tables_of(report)
+    shown = [
+        [row[table.headings.index(name)].text for name in ("method", "fused_commit", "× fewer")]
+        for row in table.rows
+    ]
+    assert shown == [["none", "False", "1.00"], ["none", "True", "1.12"], ["ssd", "True", "1.12"]]
+    assert [cell.is_reference for cell in report.cells] == [True, False, False]
+
+
+def test_greedy_match_is_never_listed_as_exact(tmp_path: Path) -> None:
+    reference = make_row(small_cell(temperature=1.5), "a", TOKENS)
+    cell = small_cell(temperature=1.5, method="ssd", budget=4, verification="greedy_match")
+    lucky = make_row(cell, "a", TOKENS, accepted=[2, 1, 0], reference=reference)
+    report = build_report(write_run(tmp_path, [reference, lucky]))
+    assert [(cell.claim, cell.is_exact) for cell in report.cells] == [("exact", True), ("approximate", False)]
+    (table,) = tables_of(report)
+    assert table.rows[1][table.headings.index("× fewer")].text == "1.50 inexact"
+    assert _column(report, "bits") == ["1/1", "1/1"]
+
+
 def test_json_and_csv_hold_every_cell_unrounded(tmp_path: Path) -> None:
     rows = _rows("abc")
     write_run(tmp_path, rows)

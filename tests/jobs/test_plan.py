@@ -45,6 +45,29 @@ def grid(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_plan_names_each_decoder_with_its_settings(
+    grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(grid.read_text())
+    values["decoder"] = [
+        {"name": "static", "commits_per_step": 4},
+        {"name": "threshold", "threshold": 0.9, "comparison": "fast_dllm"},
+        {"name": "threshold", "threshold": 0.8},
+        {"name": "factor", "factor": 1.5, "fused_commit": True},
+    ]
+    grid.write_text(yaml.safe_dump(values))
+    show_plan(grid, SOURCES, out=None, limit=None, data=None, units=None)
+    printed = capsys.readouterr().out
+    for text in (
+        " static 4 ",
+        " threshold 0.9 fast_dllm ",
+        " threshold 0.8 ",
+        " factor 1.5 ",
+        " factor 1.5 fused ",
+    ):
+        assert text in printed
+
+
 def test_a_bare_plan_reads_no_weights_and_writes_nothing(
     grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,34 @@ def test_rows_of_all_methods_are_exact_and_decode_again(
             assert {name: row[name] for name in columns} == {name: once_more[name] for name in columns}
 
 
+def test_every_decoder_setting_reaches_the_decoder(runner: UnitRunner, inputs: Path, tmp_path: Path) -> None:
+    ids = item_ids(inputs)[:2]
+    decoder: dict[str, Any] = {"decoder": "factor", "factor": 1.0, "temperature": 1.5}
+    reference = make_unit(inputs, tmp_path / "none.parquet", ids, **decoder)
+    assert runner.run(reference).num_inexact == 0
+    serialized = read(Path(reference.output))
+    assert all(row["nfe_denoise"] < len(row["commit_steps"]) for row in serialized)
+    accelerated = {"method": "ssd", "budget": 6, **decoder}
+    found = {}
+    for name, settings in {
+        "plain": {},
+        "fused": {"fused_commit": True},
+        "greedy": {"verification": "greedy_match"},
+    }.items():
+        unit = make_unit(inputs, tmp_path / f"{name}.parquet", ids, **accelerated, **settings)
+        result = runner.run(replace(unit, reference_shards=(reference.output,)))
+        assert (result.num_errors, result.num_inexact, result.num_unchecked) == (0, 0, 0)
+        found[name] = read(Path(unit.output))
+    for plain, fused in zip(found["plain"], found["fused"], strict=True):
+        assert plain["exact_bits"] and fused["exact_bits"]
+        assert fused["fused_commit"] and fused["nfe_commit"] == 1
+        assert fused["nfe_total"] == plain["nfe_total"] - (plain["nfe_commit"] - 1)
+    assert {row["claim"] for row in found["greedy"]} == {"approximate"}
+    assert not all(row["exact_path"] for row in found["greedy"])
+    for row in found["greedy"]:
+        assert row["exact_path"] or row["first_divergence_step"] is not None
+
+
 def test_a_prompt_that_does_not_fit_is_a_row_with_its_error(
     runner: UnitRunner, inputs: Path, tmp_path: Path
 ) -> None:

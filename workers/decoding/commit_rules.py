@@ -4,8 +4,10 @@ A rule sees, for each state, the confidence of the token chosen at every masked 
 the choice of tokens it makes the transition T(state) a deterministic function of state and noise. Ties go to the
 lowest position. Every rule commits at least one position of a state that has one masked.
 
-Sources: ``low_confidence_static`` and ``low_confidence_dynamic`` of JetAstra/SDAR ``generate.py``; the confidence
-is taken from the unfiltered (tempered) softmax, as its OpenCompass port does.
+Sources: ``low_confidence_static`` and ``low_confidence_dynamic`` of JetAstra/SDAR ``generate.py``; the threshold
+comparisons of NVlabs/Fast-dLLM and inclusionAI/dInfer; the factor rule of Fast-dLLM (arXiv 2505.22618). The
+confidence is always taken from the unfiltered (tempered) softmax, as SDAR's OpenCompass port does: a name of the
+table ``COMPARISONS`` chooses how it is compared, not what it is.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,29 +53,87 @@ def static(commits_per_step: int) -> CommitRule:
     return CommitRule(name="static", select=select, max_commits=commits_per_step)
 
 
-def threshold(value: float, min_commits: int = 1) -> CommitRule:
-    """Every position with confidence > ``value``; the top ``min_commits`` where fewer pass (SDAR's comparison)."""
+def _strictly_above(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
+    return confidence > value
+
+
+def _at_least(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
+    return confidence >= value
+
+
+def _near_the_best(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
+    best = torch.where(masked, confidence, torch.full_like(confidence, -1.0)).amax(dim=-1, keepdim=True)
+    return confidence >= (best - 1e-5).clamp_max(value)
+
+
+COMPARISONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "sdar": _strictly_above,  # c > τ: SDAR generate.py, LLaDA2, Fast-dLLM-v2
+    "fast_dllm": _at_least,  # c ≥ τ: Fast-dLLM on LLaDA and Dream, Nemotron, LMDeploy
+    "dinfer": _near_the_best,  # c ≥ min(τ, max c - 1e-5): dInfer
+}
+"""How published threshold decoders compare a confidence with τ: maps (masked, confidence, τ) to what passes."""
+
+
+def threshold(value: float, min_commits: int = 1, comparison: str = DEFAULT_COMPARISON) -> CommitRule:
+    """Every position that passes ``comparison`` with ``value``; the top ``min_commits`` where fewer pass.
+
+    Raises ValueError for a value outside (0, 1) or a comparison that is not in ``COMPARISONS``. JetEngine's rule
+    is left out on purpose: where too few pass it opens the leftmost positions, which no confidence-ordered
+    drafter can follow and no other implementation does.
+    """
     if not 0 < value < 1:
         raise ValueError(f"threshold is {value}, it must lie between 0 and 1")
+    if comparison not in COMPARISONS:
+        raise ValueError(f"comparison {comparison!r} is not one of {', '.join(COMPARISONS)}")
+    passes = COMPARISONS[comparison]
 
     def select(masked: Tensor, confidence: Tensor) -> Tensor:
-        passing = masked & (confidence > value)
+        passing = masked & passes(masked, confidence, value)
         enough = passing.sum(dim=-1, keepdim=True) >= min_commits
         return torch.where(enough, passing, top_positions(masked, confidence, min_commits))
 
     return CommitRule(name="threshold", select=select, max_commits=None)
 
 
-RULES: dict[str, Callable[[int, float | None], CommitRule]] = {
-    "static": lambda commits_per_step, _: static(commits_per_step),
-    "threshold": lambda commits_per_step, value: threshold(
-        0.85 if value is None else value, min_commits=commits_per_step
-    ),
-}
+def factor(value: float) -> CommitRule:
+    """The n most confident positions, n the largest with (n + 1) · (1 - c(n)) ≤ ``value``; at least one.
+
+    c(n) is the n-th largest confidence of the m masked positions. The product never falls as n grows, so the first
+    failure ends the count. The published loop bumps its index once more when it stops at the m-th position,
+    and so commits all m where only the last one failed; here the failing position stays masked, as the bound
+    of Fast-dLLM's Theorem 1 asks.
+
+    Raises ValueError for a value that is not positive.
+    """
+    if not value > 0:
+        raise ValueError(f"factor is {value}, it must be positive")
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        length = masked.shape[-1]
+        scores = torch.where(masked, confidence, torch.full_like(confidence, -1.0)).double()
+        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+        counts = torch.arange(1, length + 1, device=masked.device, dtype=torch.float64)
+        passes = ranked >= 1 - value / (counts + 1)
+        passes[..., 0] = True
+        picked = passes.to(torch.int8).cumprod(dim=-1).bool()
+        return torch.zeros_like(masked).scatter(-1, order, picked) & masked
+
+    return CommitRule(name="factor", select=select, max_commits=None)
 
 
-def build_rule(name: str, commits_per_step: int, value: float | None) -> CommitRule:
-    """The rule called ``name``. Raises ValueError for an unknown name or a setting out of range."""
-    if name not in RULES:
-        raise ValueError(f"decoder {name!r} is not one of {', '.join(RULES)}")
-    return RULES[name](commits_per_step, value)
+RULES = ("static", "threshold", "factor")
+
+
+def build_rule(cell: Cell) -> CommitRule:
+    """The commit rule of a cell. Raises ValueError for an unknown decoder, or a setting missing or out of range."""
+    if cell.decoder == "static":
+        return static(cell.commits_per_step)
+    if cell.decoder == "threshold":
+        if cell.threshold is None:
+            raise ValueError("the threshold decoder needs a threshold")
+        return threshold(cell.threshold, cell.commits_per_step, cell.comparison or DEFAULT_COMPARISON)
+    if cell.decoder == "factor":
+        if cell.factor is None:
+            raise ValueError("the factor decoder needs a factor")
+        return factor(cell.factor)
+    raise ValueError(f"decoder {cell.decoder!r} is not one of {', '.join(RULES)}")

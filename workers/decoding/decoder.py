@@ -8,6 +8,10 @@ block holds a stop id past the prompt, or the canvas is full.
 The canvas is the whole blocks that cover prompt + gen_length; forwards count all of it; the output is cut at
 gen_length and through the first stop id. Every pass in which a sample takes part is one forward of that sample.
 
+With ``fused_commit`` the commit pass of a block and the first denoising pass of the next one are one pass of 2L
+rows, counted once, as a denoising pass: a block reads the stored keys and values of the block before it within
+the pass, so tokens, path and bits stay. The last block's commit pass has no next block and stays a pass of its own.
+
 Source of the block loop, the prompt tail and the commit pass: ``generate.py`` of JetAstra/SDAR.
 """
 
@@ -32,6 +36,10 @@ from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 
 STOP_POLICIES = ("eos", "none")
 VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
+"""The verification modes that keep to the serialized path, and the noise that the drafter's predictions read."""
+
+GREEDY_MATCH = "greedy_match"
+"""The mode that leaves the serialized path at T > 0: live only; its predictions read no noise."""
 
 
 class Target(Protocol):
@@ -48,7 +56,10 @@ class Target(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSettings:
-    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``."""
+    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``.
+
+    ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
+    """
 
     block_length: int
     gen_length: int
@@ -59,11 +70,13 @@ class DecodeSettings:
     stop_token_ids: tuple[int, ...]
     verification: str = "coupled"
     stop: str = "eos"
+    fused_commit: bool = False
     profiled: bool = False
 
     def __post_init__(self) -> None:
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(VERIFICATIONS)}")
+        modes = (*VERIFICATIONS, GREEDY_MATCH)
+        if self.verification not in modes:
+            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(modes)}")
         if self.stop not in STOP_POLICIES:
             raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
@@ -150,6 +163,13 @@ class _Sample:
     def is_block_complete(self) -> bool:
         return MASKED not in self.block
 
+    @property
+    def stored_span(self) -> tuple[int, int]:
+        """First and last (exclusive) position that the next pass stores: the prompt's whole blocks, or the block."""
+        if self.needs_prefill:
+            return 0, self.block_start
+        return self.block_start, self.block_start + self.block_length
+
 
 class Decoder:
     """Decodes prompts with one drafter on one target.
@@ -204,10 +224,15 @@ class Decoder:
         return [done[index] for index in range(len(prompts))]
 
     def _pass(self, samples: list[_Sample]) -> None:
-        """One packed pass: each sample prefills, denoises or commits."""
+        """One packed pass: each sample prefills, denoises or commits, or commits and denoises the next block."""
         start = self._clock()
-        denoising = [s for s in samples if not s.needs_prefill and not s.is_block_complete]
         storing = [s for s in samples if s.needs_prefill or s.is_block_complete]
+        stored_spans = [s.stored_span for s in storing]
+        if self.settings.fused_commit:
+            for sample in storing:
+                if sample.is_block_complete and not sample.needs_prefill and not self._ends(sample):
+                    self._next_block(sample)
+        denoising = [s for s in samples if not s.needs_prefill and not s.is_block_complete]
         tree = self._draft(denoising) if denoising else None
         drafted = self._clock()
 
@@ -216,9 +241,7 @@ class Decoder:
         starts: list[int] = []
         rows = {id(s): 0 for s in samples}
         device, length = self.target.device, self.settings.block_length
-        for sample in storing:
-            first = 0 if sample.needs_prefill else sample.block_start
-            last = sample.block_start if sample.needs_prefill else sample.block_start + length
+        for sample, (first, last) in zip(storing, stored_spans, strict=True):
             tokens.append(
                 torch.tensor(sample.tokens[first:last], dtype=torch.int32, device=device).view(-1, length)
             )
@@ -234,7 +257,7 @@ class Decoder:
                 tokens.append(tree.tokens[index, : nodes[index]])
                 slots.extend([sample.slot] * nodes[index])
                 starts.extend([sample.block_start] * nodes[index])
-                rows[id(sample)] = nodes[index] * length
+                rows[id(sample)] += nodes[index] * length
         hidden = self.target.forward(
             torch.cat(tokens),
             torch.tensor(slots, dtype=torch.int32, device=device),
@@ -245,8 +268,10 @@ class Decoder:
         if tree is not None:
             self._walk(denoising, tree, hidden, first_segments)
         sampled = self._clock()
+        fused = {id(sample) for sample in denoising}
         for sample in storing:
-            self._stored(sample)
+            if id(sample) not in fused:
+                self._stored(sample)
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
 
     def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -274,7 +299,9 @@ class Decoder:
                 rule=settings.rule,
                 temperature=settings.temperature,
                 noise=settings.noise,
-                stream=VERIFICATIONS[settings.verification],
+                stream=None
+                if settings.verification == GREEDY_MATCH
+                else VERIFICATIONS[settings.verification],
             )
             self.drafter.draft(inputs, tree)
         return tree
@@ -286,7 +313,10 @@ class Decoder:
         roots, walked = walk(
             head=self.target,
             transition=TransitionRule(
-                rule=self.settings.rule, temperature=self.settings.temperature, noise=self.settings.noise
+                rule=self.settings.rule,
+                temperature=self.settings.temperature,
+                noise=self.settings.noise,
+                accepts_argmax=self.settings.verification == GREEDY_MATCH,
             ),
             hidden=hidden,
             first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),
@@ -322,17 +352,28 @@ class Decoder:
             sample.generation.nfe_prefill += 1
             return
         sample.generation.nfe_commit += 1
-        stops = self.settings.stop_token_ids if self.settings.stop == "eos" else ()
-        is_stopped = any(token in stops for token in sample.block[sample.prompt_in_block :])
-        sample.block_start += sample.block_length
-        if is_stopped or sample.block_start >= sample.canvas:
-            self._finish(sample, stops)
+        if self._ends(sample):
+            self._finish(sample)
         else:
-            self._new_block(sample)
+            self._next_block(sample)
 
-    def _finish(self, sample: _Sample, stops: tuple[int, ...]) -> None:
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return self.settings.stop_token_ids if self.settings.stop == "eos" else ()
+
+    def _ends(self, sample: _Sample) -> bool:
+        """Whether the sample's finished block is its last: it fills the canvas or holds a stop id."""
+        is_stopped = any(token in self._stops for token in sample.block[sample.prompt_in_block :])
+        return is_stopped or sample.block_start + sample.block_length >= sample.canvas
+
+    def _next_block(self, sample: _Sample) -> None:
+        sample.block_start += sample.block_length
+        self._new_block(sample)
+
+    def _finish(self, sample: _Sample) -> None:
+        stops = self._stops
         prompt_tokens = len(sample.prompt.token_ids)
-        end = min(sample.block_start, prompt_tokens + self.settings.gen_length)
+        end = min(sample.block_start + sample.block_length, prompt_tokens + self.settings.gen_length)
         output = sample.tokens[prompt_tokens:end]
         cut = next((index for index, token in enumerate(output) if token in stops), None)
         sample.generation.token_ids = output if cut is None else output[: cut + 1]

@@ -6,6 +6,10 @@ that was not drafted and is free (methods compared in SPOT, arXiv 2610.22543, sh
 noise, T is a deterministic function of the state, so the walk visits exactly the states of the serialized run,
 at any temperature; no ratio test is ever combined with shared noise.
 
+``greedy_match`` is the one mode that leaves that path: a drafted state that equals the *argmax* next state is
+accepted, and T is drawn only where nothing matched. Accepted commits are forced argmax choices, so the law is
+biased, the more the better the drafter; it is there to measure that bias (SPOT).
+
 The language-model head runs on the states that the walk visits, and there on the rows that predict masked
 positions only. Legend: S samples, A samples still walking, L block length, R rows, V vocabulary.
 """
@@ -13,12 +17,12 @@ positions only. Legend: S samples, A samples still walking, L block length, R ro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import choose, row_digests, summarize
+from dlmgrid.kernels.logits import Choice, choose, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
@@ -34,11 +38,15 @@ class Head(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransitionRule:
-    """Everything T(state) depends on besides the logits."""
+    """Everything T(state) depends on besides the logits.
+
+    ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
+    """
 
     rule: CommitRule
     temperature: float
     noise: NoiseTable
+    accepts_argmax: bool = False
 
 
 @dataclass(slots=True)
@@ -111,28 +119,23 @@ def walk(
                 counts[row_of],
                 logits.shape[1],
             )
-        choice = choose(logits, transition.temperature, gumbel)
-
-        if not bool(torch.isfinite(choice.probabilities).all()):
+        drawn = choose(logits, transition.temperature, gumbel)
+        if not bool(torch.isfinite(drawn.probabilities).all()):
             raise FloatingPointError("the model's logits are not finite at a state of this item")
-        confidence = torch.full(states.shape, -1.0, device=device)
-        confidence[row_of, position] = choice.probabilities
-        tokens = states.clone()
-        tokens[row_of, position] = choice.tokens.to(torch.int32)
-        selected = transition.rule.select(masked, confidence) & masked
-        if not bool(selected.any(dim=1).all()):
-            raise StalledError(
-                f"decoder {transition.rule.name!r} opened no position of a state with masks left"
-            )
-        following = torch.where(selected, tokens, states)
+        step = _step(transition.rule, states, drawn, row_of, position)
+        if transition.accepts_argmax and gumbel is not None:
+            unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
+            argmax = _step(transition.rule, states, unperturbed, row_of, position)
+            found = tree.find(active, argmax.following)
+            step = _where(found >= 0, argmax, step)
+        else:
+            found = tree.find(active, step.following)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
             0, row_of, commit_hashes(position, row_digests(logits))
         )
-        margins = torch.zeros(states.shape, device=device)
-        margins[row_of, position] = choice.margins
-        _record(steps, active, selected, following, margins, digests)
+        _record(steps, active, step, digests)
 
-        found = tree.find(active, following)
+        following = step.following
         roots[active] = following
         if snapshots is not None:
             ends = (found < 0) & (num_masked(following) > 0)
@@ -150,14 +153,42 @@ def walk(
     return roots, steps
 
 
-def _record(
-    steps: list[WalkedSteps],
-    active: Tensor,
-    selected: Tensor,
-    following: Tensor,
-    margins: Tensor,
-    digests: Tensor,
-) -> None:
+class _Step(NamedTuple):
+    """One step of A states: ``selected`` bool [A, L], the committed positions; ``following`` int32 [A, L], the next
+    states; ``margins`` fp32 [A, L], the lead of each chosen token."""
+
+    selected: Tensor
+    following: Tensor
+    margins: Tensor
+
+
+def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
+    """``first`` for the states where bool [A] ``is_first`` holds, ``second`` elsewhere."""
+    chosen = is_first[:, None]
+    return _Step(
+        torch.where(chosen, first.selected, second.selected),
+        torch.where(chosen, first.following, second.following),
+        torch.where(chosen, first.margins, second.margins),
+    )
+
+
+def _step(rule: CommitRule, states: Tensor, choice: Choice, row_of: Tensor, position: Tensor) -> _Step:
+    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
+    confidence = torch.full(states.shape, -1.0, device=states.device)
+    confidence[row_of, position] = choice.probabilities
+    tokens = states.clone()
+    tokens[row_of, position] = choice.tokens.to(torch.int32)
+    masked = states == MASKED
+    selected = rule.select(masked, confidence) & masked
+    if not bool(selected.any(dim=1).all()):
+        raise StalledError(f"decoder {rule.name!r} opened no position of a state with masks left")
+    margins = torch.zeros(states.shape, device=states.device)
+    margins[row_of, position] = choice.margins
+    return _Step(selected, torch.where(selected, tokens, states), margins)
+
+
+def _record(steps: list[WalkedSteps], active: Tensor, step: _Step, digests: Tensor) -> None:
+    selected, following, margins = step
     commits: list[list[tuple[int, int, float]]] = [[] for _ in range(active.shape[0])]
     which, position = selected.nonzero(as_tuple=True)
     for row, at, token, margin in zip(

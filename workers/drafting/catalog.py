@@ -20,7 +20,7 @@ class MethodInfo:
     implementation: str
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    decoders: tuple[str, ...] = ("static", "threshold")
+    decoders: tuple[str, ...] = ("static", "threshold", "factor")
 
 
 METHODS: dict[str, MethodInfo] = {

@@ -32,7 +32,8 @@ class DraftInputs:
         keys: int64 [S, 2], the noise key words of each sample.
         snapshots: S rows; where ``is_valid`` is False the tree must stay a root.
         rule, temperature, noise: the decoder's own.
-        stream: the noise that predictions read: the target's own under coupled verification.
+        stream: the noise that predictions read: the target's own under coupled verification; None (greedy match):
+            none, predictions are the stale argmax.
     """
 
     roots: Tensor
@@ -43,7 +44,7 @@ class DraftInputs:
     rule: CommitRule
     temperature: float
     noise: NoiseTable
-    stream: Stream
+    stream: Stream | None
 
 
 class Drafter(Protocol):
@@ -61,7 +62,8 @@ class Prediction(NamedTuple):
     T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
     keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
-    every state of a sample is predicted alike. Positions outside the snapshot hold no meaning.
+    every state of a sample is predicted alike. Positions outside the snapshot, and samples whose snapshot is not
+    valid, hold no meaning.
     """
 
     first: Tensor
@@ -76,7 +78,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     """Predict the token of every position.
 
     At T = 0 that is the stale argmax. At T > 0 it is the perturbed argmax within the 32 candidates, under the
-    noise that the target will draw at a state with ``commit_counts`` commits.
+    noise that the target will draw at a state with ``commit_counts`` commits; without noise under greedy match.
 
     Args:
         commit_counts: int64 [S, W].
@@ -98,18 +100,22 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         commit_counts = commit_counts[:, :1]
     num_samples, num_states = commit_counts.shape
     num_positions, num_candidates = snapshots.token_ids.shape[1:]
-    sample, position = (inputs.roots == MASKED).nonzero(as_tuple=True)
-    noise = torch.zeros(num_samples, num_states, num_positions, num_candidates, device=token_ids.device)
-    noise[sample, :, position] = inputs.noise.entries(
-        inputs.keys[sample][:, None].expand(-1, num_states, -1),
-        inputs.stream,
-        (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
-        commit_counts[sample],
-        snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
-    )
-    log_tempered = probabilities.log() / temperature
-    two = (log_tempered + noise).topk(2, dim=-1).indices
     shape = (num_samples, num_states, num_positions, num_candidates)
+    log_tempered = probabilities.log() / temperature
+    if inputs.stream is None:
+        two = torch.arange(2, device=token_ids.device).expand(*shape[:-1], 2)
+    else:
+        is_read = (inputs.roots == MASKED) & snapshots.is_valid[:, None]
+        sample, position = is_read.nonzero(as_tuple=True)
+        noise = torch.zeros(shape, device=token_ids.device)
+        noise[sample, :, position] = inputs.noise.entries(
+            inputs.keys[sample][:, None].expand(-1, num_states, -1),
+            inputs.stream,
+            (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
+            commit_counts[sample],
+            snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
+        )
+        two = (log_tempered + noise).topk(2, dim=-1).indices
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
     if temperature == 1:

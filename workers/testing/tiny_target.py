@@ -14,10 +14,14 @@ from dlmgrid.workers.decoding.state import MASKED
 
 
 class TinyTarget:
-    """A target over ``vocab_size`` tokens (padded to 64 with -inf).
+    """A target over ``vocab_size`` tokens (padded to ``width``, by default whole 64s, with -inf).
 
     Args:
         sharpness: scale of the logits; larger is more certain.
+        bias: given logits [L, V] in place of random ones.
+        pair: given pair terms [L, L, V, V]: what token w (third index) at position j (second) adds to the logits
+            of position i (first); zeros make the positions independent.
+        width: columns of the logits; drafting needs more than 32.
     """
 
     def __init__(
@@ -29,6 +33,9 @@ class TinyTarget:
         max_length: int = 4096,
         sharpness: float = 2.0,
         seed: int = 0,
+        bias: Tensor | None = None,
+        pair: Tensor | None = None,
+        width: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = (block_length, block_length, vocab_size, vocab_size)
@@ -36,8 +43,11 @@ class TinyTarget:
         self.max_length = max_length
         self.device = torch.device("cpu")
         self.vocab_size = vocab_size
-        self.bias = torch.randn(block_length, vocab_size, generator=generator) * sharpness
-        self.pair = torch.randn(shape, generator=generator) * sharpness / block_length**0.5
+        self.width = -(-vocab_size // 64) * 64 if width is None else width
+        random_bias = torch.randn(block_length, vocab_size, generator=generator) * sharpness
+        random_pair = torch.randn(shape, generator=generator) * sharpness / block_length**0.5
+        self.bias = random_bias if bias is None else bias
+        self.pair = random_pair if pair is None else pair
         self.num_forwards = 0
 
     def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor:
@@ -54,5 +64,5 @@ class TinyTarget:
         return out
 
     def logits(self, rows: Tensor) -> Tensor:
-        """fp32 [R, 64 · ⌈V / 64⌉], -inf past the vocabulary."""
-        return torch.nn.functional.pad(rows, (0, -self.vocab_size % 64), value=-torch.inf)
+        """fp32 [R, width], -inf past the vocabulary."""
+        return torch.nn.functional.pad(rows, (0, self.width - self.vocab_size), value=-torch.inf)
