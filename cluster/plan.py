@@ -99,4 +99,5 @@ def _unit(work: CellWork, keys: tuple[Key, ...], settings: UnitSettings) -> Work
         max_in_flight=work.cell.max_in_flight,
         device=settings.device,
         run_id=settings.run_id,
+        drafter_path=work.drafter_path,
     )

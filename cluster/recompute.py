@@ -67,7 +67,7 @@ def check_recomputed(run_dir: Path, rows: Sequence[Row], device: str) -> list[Ch
         inputs = run_dir / "inputs" / inputs_file_name(benchmark, prompt_version, num_fewshot)
         if not inputs.is_file():
             raise InputError(f"{inputs} is missing; put it back, or check with --sample 0")
-        again = _decode_again(stored, checkpoint, inputs, device)
+        again = _decode_again(stored, checkpoint, inputs, device, run_dir / "drafters")
         checks += [compare_again(row, new) for row, new in zip(stored, again, strict=True)]
     return checks
 
@@ -95,7 +95,7 @@ def sample_name(checks: Sequence[Check]) -> str:
     return "recomputed-" + digest(sorted([check.cell_key, check.item_id, check.repeat] for check in checks))
 
 
-def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str) -> list[Row]:
+def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str, drafters: Path) -> list[Row]:
     root = str(Path(dlmgrid.__file__).resolve().parent.parent)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
@@ -105,6 +105,7 @@ def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str) 
         command = [
             sys.executable, "-m", "dlmgrid.workers.recompute", str(source), str(target),
             "--checkpoint", str(checkpoint), "--inputs", str(inputs), "--device", device,
+            "--drafters", str(drafters),
         ]  # fmt: skip
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if process.returncode != 0:

@@ -193,6 +193,7 @@ class _Run:
         refuse_another_grid(store, works)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
+        copy_drafters(store, works)
         (store.out / "grids" / f"{self._run_id}.yaml").write_text(request.grid.text, encoding="utf-8")
         return works
 
@@ -234,6 +235,14 @@ class _Run:
         self._record.set(num_failed=counts.num_failed, num_actors=counts.num_actors)
         store.clear_staging()
         return is_complete
+
+
+def copy_drafters(store: Store, works: Sequence[CellWork]) -> None:
+    """Keep the learned and calibrated drafters of these cells in the output folder, where actors and checks read
+    them."""
+    for work in works:
+        if work.drafter_source:
+            store.write_drafter(Path(work.drafter_source), Path(work.drafter_path))
 
 
 def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:

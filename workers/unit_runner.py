@@ -25,6 +25,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
+from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
@@ -47,10 +48,25 @@ REFERENCE_COLUMNS = (
 Row = dict[str, Any]
 
 
-def build_drafter(cell: Cell) -> Drafter:
-    """The drafter of a cell."""
-    module, _, function = get_method(cell.method).implementation.partition(":")
-    drafter: Drafter = getattr(import_module(module), function)()
+def build_drafter(cell: Cell, drafter_path: str = "") -> Drafter:
+    """The drafter of a cell, with its learned or calibrated part from the file at ``drafter_path``.
+
+    Raises InputError where that file is missing, or is another one than the cell names.
+    """
+    method = get_method(cell.method)
+    parameters: dict[str, Any] = {}
+    if method.file_key:
+        path = Path(drafter_path)
+        found = read_drafter_file(method, path).fingerprint
+        if found != cell.drafter_fingerprint:
+            raise InputError(
+                f"{path}: it is drafter {found}, the run was planned with {cell.drafter_fingerprint}; plan again"
+            )
+        parameters[method.file_key] = path
+    if "gamma" in method.parameters:
+        parameters["gamma"] = cell.gamma
+    module, _, function = method.implementation.partition(":")
+    drafter: Drafter = getattr(import_module(module), function)(**parameters)
     return drafter
 
 
@@ -111,7 +127,11 @@ class UnitRunner:
         config = read_config(Path(unit.checkpoint))
         prompts, rows = self._prompts(unit, encoder, config.max_position_embeddings)
         engine = self._load(unit, prompts.values(), max_in_flight)
-        decoder = Decoder(engine, build_drafter(cell), decode_settings(cell, engine, profiled=unit.profiled))
+        decoder = Decoder(
+            engine,
+            build_drafter(cell, unit.drafter_path),
+            decode_settings(cell, engine, profiled=unit.profiled),
+        )
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():

@@ -72,6 +72,27 @@ class Prediction(NamedTuple):
     second_probability: Tensor
 
 
+def perturbed_scores(inputs: DraftInputs, commit_counts: Tensor) -> Tensor:
+    """log p / T + noise of the 32 candidates, fp32 [S, W, L, 32], at T > 0; positions filled in the root hold none.
+
+    Args:
+        commit_counts: int64 [S, W], commits made before the draw.
+    """
+    snapshots = inputs.snapshots
+    num_samples, num_states = commit_counts.shape
+    num_positions, num_candidates = snapshots.token_ids.shape[1:]
+    sample, position = (inputs.roots == MASKED).nonzero(as_tuple=True)
+    noise = torch.zeros(num_samples, num_states, num_positions, num_candidates, device=commit_counts.device)
+    noise[sample, :, position] = inputs.noise.entries(
+        inputs.keys[sample][:, None].expand(-1, num_states, -1),
+        inputs.stream,
+        (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
+        commit_counts[sample],
+        snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
+    )
+    return snapshots.probabilities[:, None].log() / inputs.temperature + noise
+
+
 def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     """Predict the token of every position.
 
@@ -96,20 +117,10 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         )
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
-    num_samples, num_states = commit_counts.shape
-    num_positions, num_candidates = snapshots.token_ids.shape[1:]
-    sample, position = (inputs.roots == MASKED).nonzero(as_tuple=True)
-    noise = torch.zeros(num_samples, num_states, num_positions, num_candidates, device=token_ids.device)
-    noise[sample, :, position] = inputs.noise.entries(
-        inputs.keys[sample][:, None].expand(-1, num_states, -1),
-        inputs.stream,
-        (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
-        commit_counts[sample],
-        snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
-    )
+    scores = perturbed_scores(inputs, commit_counts)
     log_tempered = probabilities.log() / temperature
-    two = (log_tempered + noise).topk(2, dim=-1).indices
-    shape = (num_samples, num_states, num_positions, num_candidates)
+    two = scores.topk(2, dim=-1).indices
+    shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
     if temperature == 1:

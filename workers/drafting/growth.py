@@ -43,8 +43,14 @@ class _Listed:
     hashes: Tensor  # int64 [S, D]
 
 
-def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
-    """Fill ``tree`` with the top-D states of every sample whose snapshot is valid."""
+def grow(
+    inputs: DraftInputs, tree: DraftTree, order_model: OrderModel, *, min_log_mass: float = -torch.inf
+) -> None:
+    """Fill ``tree`` with the top-D states of every sample whose snapshot is valid.
+
+    States with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is left
+    still holds the ancestors of all its states.
+    """
     num_samples, block_length = inputs.roots.shape
     budget, device = tree.budget, inputs.roots.device
     if budget == 0:
@@ -68,6 +74,7 @@ def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
     for depth in range(1, block_length):
         children = _expand(inputs, frontier, own_index, root_masked, order_model)
         _merge(children)
+        children.log_mass[children.log_mass < min_log_mass] = -torch.inf
         listed, is_new = _cut(listed, children, depth)
         if not bool(is_new.any()):
             break
