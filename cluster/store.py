@@ -4,6 +4,7 @@
     OUT/inputs/       benchmark items, one file per benchmark and prompt form
     OUT/staging/      files that actors write
     OUT/generations/  committed Parquet files only, flat, named by their unit key
+    OUT/trajectories/  where recorded: the steps of a unit, named like its file in generations/
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit: decides what exists
     OUT/progress.json  run.json  run.lock
@@ -41,6 +42,7 @@ class Store:
         self.staging = out / "staging"
         self.generations = out / "generations"
         self.inputs = out / "inputs"
+        self.trajectories = out / "trajectories"
         self._manifest = out / "manifest.jsonl"
         self._shards: dict[str, Shard] = {}
         self._unit_of_key: dict[str, dict[Key, str]] = {}

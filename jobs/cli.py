@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "Decode a grid on Ray; the same command resumes or extends.",
     "plan": "Show a grid's cells, keys and work units; decodes nothing.",
     "decode": "Decode planned work units here, without Ray.",
+    "record": "Record the draft-free runs of a grid, step by step.",
     "submit": "Send a grid to a Ray cluster as a job.",
     "score": "Score a run; a new scorer version adds rows.",
     "check": "Verify exactness again, from rows and a decoded sample.",
