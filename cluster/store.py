@@ -5,6 +5,7 @@
     OUT/drafters/     copies of learned and calibrated drafters, named by their fingerprint
     OUT/staging/      files that actors write
     OUT/generations/  committed Parquet files only, flat, named by their unit key
+    OUT/trajectories/  where recorded: the steps of a unit, named like its file in generations/
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit: decides what exists
     OUT/progress.json  run.json  run.lock
@@ -44,6 +45,7 @@ class Store:
         self.generations = out / "generations"
         self.inputs = out / "inputs"
         self.drafters = out / "drafters"
+        self.trajectories = out / "trajectories"
         self._manifest = out / "manifest.jsonl"
         self._shards: dict[str, Shard] = {}
         self._unit_of_key: dict[str, dict[Key, str]] = {}

@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "Decode a grid on Ray; the same command resumes or extends.",
     "plan": "Show a grid's cells, keys and work units; decodes nothing.",
     "decode": "Decode planned work units here, without Ray.",
+    "record": "Record the draft-free runs of a grid, step by step.",
     "train-order": "Train SPOT's order model on recorded runs.",
     "calibrate": "Calibrate Spiffy's draft graph or SPOT-γ's floor on recorded runs.",
     "submit": "Send a grid to a Ray cluster as a job.",

@@ -36,6 +36,7 @@ from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.tokenization import PromptEncoder, load_tokenizer
+from dlmgrid.workers.trajectories.recording import TrajectoryRecorder
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 logger = logging.getLogger(__name__)
@@ -120,18 +121,17 @@ class UnitRunner:
             failures={f"{row['item_id']}/{row['repeat']}": row["error"] for row in rows if row["error"]},
         )
 
-    def decode_rows(self, unit: WorkUnit, *, max_in_flight: int) -> list[Row]:
-        """The rows of a unit, in the order of its keys, without verdicts."""
+    def decode_rows(
+        self, unit: WorkUnit, *, max_in_flight: int, recorder: TrajectoryRecorder | None = None
+    ) -> list[Row]:
+        """The rows of a unit, in the order of its keys, without verdicts; ``recorder`` is shown every step."""
         cell = unit.cell.canonical()
         encoder = load_tokenizer(Path(unit.checkpoint), cell.chat_template)
         config = read_config(Path(unit.checkpoint))
         prompts, rows = self._prompts(unit, encoder, config.max_position_embeddings)
         engine = self._load(unit, prompts.values(), max_in_flight)
-        decoder = Decoder(
-            engine,
-            build_drafter(cell, unit.drafter_path),
-            decode_settings(cell, engine, profiled=unit.profiled),
-        )
+        settings = decode_settings(cell, engine, profiled=unit.profiled)
+        decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
@@ -142,7 +142,10 @@ class UnitRunner:
         return [rows[key] for key in unit.keys]
 
     def _rows(self, unit: WorkUnit) -> list[Row]:
-        rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight)
+        recorder = TrajectoryRecorder() if unit.trajectories else None
+        rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight, recorder=recorder)
+        if recorder is not None:
+            _record(unit, rows, recorder)
         if unit.cell.is_reference:
             serialized = self.decode_rows(unit, max_in_flight=1)
             references = {Key(row["item_id"], row["repeat"]): row for row in serialized}
@@ -318,6 +321,15 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         stop=cell.stop,
         profiled=profiled,
     )
+
+
+def _record(unit: WorkUnit, rows: Sequence[Row], recorder: TrajectoryRecorder) -> None:
+    """Write the trajectories of the rows that were decoded. Raises InputError for a unit that drafts."""
+    cell = unit.cell.canonical()
+    if not cell.is_reference:
+        raise InputError(f"method {cell.method!r}: only draft-free runs are recorded; use dlmgrid record")
+    decoded = [(row["item_id"], row["repeat"]) for row in rows if row["generated_tokens"] is not None]
+    recorder.write(Path(unit.trajectories) / f"{unit.unit_key}.parquet", cell, decoded)
 
 
 def _write(path: Path, rows: Sequence[Row]) -> tuple[int, str]:

@@ -24,6 +24,8 @@ class WorkUnit:
     hold the reference rows of these keys; empty for a reference unit. ``max_in_flight`` bounds the samples
     decoded together (a retry after running out of memory lowers it). ``drafter_path`` is the file of the drafter's
     learned or calibrated part, identified in the cell by ``drafter_fingerprint``; "" where it has none.
+    ``trajectories`` is the folder that the steps of a draft-free unit are recorded in, as ``<unit_key>.parquet``; ""
+    records nothing.
     """
 
     cell: Cell
@@ -38,6 +40,7 @@ class WorkUnit:
     device: str = "cpu"
     run_id: str = ""
     drafter_path: str = ""
+    trajectories: str = ""
 
     @property
     def unit_key(self) -> str:

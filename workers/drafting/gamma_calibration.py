@@ -18,6 +18,7 @@ from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.order_model import OrderModel
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
+from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 GAMMAS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
@@ -65,7 +66,7 @@ def _count_rounds(
     steps = root_steps(run)
     tree = DraftTree(steps.shape[0], budget, run.block_length, run.states.device)
     if steps.numel():
-        inputs = stale_inputs(run, steps)
+        inputs = stale_inputs(ReplayBatch([run]), steps)
         tree.plant(inputs.roots)
         drafter.draft(inputs, tree)
     path_mass = _path_masses(run, steps, tree)

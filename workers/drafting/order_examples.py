@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.order_model import path_features, stale_features
-from dlmgrid.workers.drafting.stale_roots import root_steps, stale_snapshots, steps_left
+from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 MAX_DEPTH = 24
@@ -120,7 +120,7 @@ def _examples_of(run: Trajectory) -> OrderExamples | None:
         return None
     snapshot, depths = torch.tensor(row), torch.tensor(depth)
     at = steps[snapshot] + depths - 1  # the step that sees the virtual state
-    snapshots: Snapshots = stale_snapshots(run, steps)
+    snapshots = stale_inputs(ReplayBatch([run]), steps).snapshots
     _, blocks = torch.unique_consecutive(run.block_starts, return_inverse=True)
     return OrderExamples(
         features=stale_features(snapshots),

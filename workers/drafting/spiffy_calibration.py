@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
+from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, Pairs, Path_, build_graph
 from dlmgrid.workers.drafting.spiffy_ranks import positions_by_rank
 from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.trajectories.replay import NEVER, Future, ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 
@@ -59,9 +61,10 @@ def rewind(trajectory: Trajectory, *, horizon: int) -> list[Path_]:
     steps = root_steps(trajectory)
     if not steps.numel():
         return []
-    inputs = stale_inputs(trajectory, steps)
+    batch = ReplayBatch([trajectory])
+    inputs = stale_inputs(batch, steps)
     position_rank = positions_by_rank(inputs).argsort(dim=-1).tolist()
-    token_rank = _token_ranks(trajectory, steps).tolist()
+    token_rank = _token_ranks(inputs, batch.future(steps), steps, trajectory.commit_counts).tolist()
     left = steps_left(trajectory)[steps].tolist()
     paths = []
     for row, step in enumerate(steps.tolist()):
@@ -77,40 +80,24 @@ def rewind(trajectory: Trajectory, *, horizon: int) -> list[Path_]:
     return paths
 
 
-def _token_ranks(trajectory: Trajectory, steps: Tensor) -> Tensor:
+def _token_ranks(inputs: DraftInputs, future: Future, steps: Tensor, commit_counts: Tensor) -> Tensor:
     """int64 [R, L]: the rank, at each root, of the token that the run puts at each position later; -1: no candidate.
 
     A position is drawn for good once, after a number of commits that the run fixes, so it has one rank a root.
     """
-    inputs = stale_inputs(trajectory, steps)
-    tokens, draw_counts = _filled_later(trajectory)
-    tokens, draw_counts = tokens[steps], draw_counts[steps]
     candidates = inputs.snapshots.token_ids
     scores = inputs.snapshots.probabilities
     if inputs.temperature > 0:
-        positions = torch.arange(trajectory.block_length)
+        ahead = torch.where(future.steps_ahead == NEVER, 0, future.steps_ahead)
+        positions = torch.arange(candidates.shape[1])
         noise = inputs.noise.entries(
-            inputs.keys[:, None].expand(*tokens.shape, 2),
+            inputs.keys[:, None].expand(*ahead.shape, 2),
             inputs.stream,
             inputs.block_starts[:, None] + positions,
-            draw_counts,
+            commit_counts[steps[:, None] + ahead],
             candidates,
         )
         scores = scores.log() / inputs.temperature + noise
     rank = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
-    is_token = candidates == tokens[..., None]
+    is_token = (candidates == future.tokens[..., None]) & (future.steps_ahead != NEVER)[..., None]
     return torch.where(is_token.any(dim=-1), torch.where(is_token, rank, 0).sum(dim=-1), -1)
-
-
-def _filled_later(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
-    """For every step, the tokens int64 [n, L] that end up in its block (-1: the prompt's), and the commits made in
-    the block before each was drawn, int64 [n, L]."""
-    tokens = torch.full(trajectory.states.shape, -1, dtype=torch.int64)
-    draw_counts = torch.zeros_like(tokens)
-    counts = trajectory.commit_counts.tolist()
-    for step, commits in enumerate(trajectory.commits):
-        in_block = trajectory.block_starts == trajectory.block_starts[step]
-        for position, token in commits:
-            tokens[in_block, position] = token
-            draw_counts[in_block, position] = counts[step]
-    return tokens, draw_counts

@@ -1,8 +1,8 @@
-"""The roots of recorded runs, each with the stale snapshot that a drafter would have there.
+"""The roots of recorded runs: the states at which a drafter may ever be asked.
 
 A drafted run visits only states of the serialized run, and its stale distributions at a root are those of the state
 one step earlier. So every step of a recorded run but the first of a block is a root that some drafted run may have,
-and what a lossless drafter proposes there depends on nothing else. Calibration, training and replay read these.
+and what a lossless drafter proposes there depends on nothing else. Calibration and training go through all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.decoding.commit_rules import build_rule
-from dlmgrid.workers.decoding.noise import NoiseTable, Stream
-from dlmgrid.workers.decoding.snapshot import Snapshots
-from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.drafter import DraftInputs
+from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 
@@ -33,28 +30,6 @@ def steps_left(trajectory: Trajectory) -> Tensor:
     return left
 
 
-def stale_snapshots(trajectory: Trajectory, steps: Tensor) -> Snapshots:
-    """Snapshots of R rows: what the pass of the step before each of ``steps`` (int64 [R]) left behind."""
-    stale = steps - 1
-    snapshots = Snapshots(steps.shape[0], trajectory.block_length, trajectory.states.device)
-    snapshots.masked[:] = trajectory.states[stale] == MASKED
-    snapshots.is_valid[:] = True
-    for name in ("token_ids", "probabilities", "entropy", "tail_mass", "log_tempered_mass"):
-        getattr(snapshots, name)[:] = getattr(trajectory, name)[stale]
-    return snapshots
-
-
-def stale_inputs(trajectory: Trajectory, steps: Tensor) -> DraftInputs:
-    """What a drafter reads at the roots ``steps`` (int64 [R], from :func:`root_steps`), under coupled noise."""
-    settings = trajectory.settings
-    return DraftInputs(
-        roots=trajectory.states[steps],
-        commit_counts=trajectory.commit_counts[steps],
-        block_starts=trajectory.block_starts[steps],
-        keys=torch.tensor(trajectory.key, dtype=torch.int64).expand(steps.shape[0], 2),
-        snapshots=stale_snapshots(trajectory, steps),
-        rule=build_rule(settings["decoder"], settings["commits_per_step"], settings["threshold"]),
-        temperature=trajectory.temperature,
-        noise=NoiseTable(settings["seed"], settings["noise"]),
-        stream=Stream.TOKEN,
-    )
+def stale_inputs(batch: ReplayBatch, steps: Tensor) -> DraftInputs:
+    """What a drafter reads at the roots ``steps`` (int64 [R], of :func:`root_steps`) of a batch of one trajectory."""
+    return batch.inputs(batch.cell, torch.zeros_like(steps), steps)

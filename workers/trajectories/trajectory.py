@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.tables import TRAJECTORIES, check_schema
+from dlmgrid.workers.trajectories.files import open_trajectories, read_generation, trajectory_files
 
 Commits = tuple[tuple[int, int], ...]
 
@@ -72,45 +71,6 @@ class Trajectory:
         return Cell.from_dict({name: self.settings[name] for name in CELL_FIELDS})
 
 
-def trajectory_files(path: Path) -> list[Path]:
-    """The trajectory files of a recorded folder, or ``path`` itself when it is a file.
-
-    A file counts once its unit is committed: ``generations/`` then holds a file of the same name.
-
-    Raises:
-        InputError: nothing is recorded there, or a committed draft-free unit has no trajectory file.
-    """
-    if path.is_file():
-        return [path]
-    folder = path / "trajectories"
-    if not folder.is_dir():
-        raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
-    files = []
-    for generations in sorted((path / "generations").glob("*.parquet")):
-        file = folder / generations.name
-        if file.exists():
-            files.append(file)
-        elif "none" in pq.read_table(generations, columns=["method"])["method"].unique().to_pylist():
-            raise InputError(
-                f"{file} is missing, so its unit has no trajectories; record again into a new folder"
-            )
-    if not files:
-        raise InputError(f"{path} holds no finished trajectories; run dlmgrid record GRID --out {path} again")
-    return files
-
-
-def open_trajectories(path: Path) -> pq.ParquetFile:
-    """One trajectory file, its schema checked. Raises InputError for one that is truncated or of another version."""
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(
-            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record it again"
-        ) from error
-    check_schema(str(path), file, TRAJECTORIES)
-    return file
-
-
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
     """The trajectories of a recorded folder, or of one file, one generation at a time.
 
@@ -120,13 +80,7 @@ def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
     for file_path in trajectory_files(Path(path)):
         file = open_trajectories(file_path)
         for group in range(file.num_row_groups):
-            try:
-                table = file.read_row_group(group)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise InputError(
-                    f"{file_path}: damaged at generation {group + 1} ({' '.join(str(error).split())}); record it again"
-                ) from error
-            yield _trajectory(file_path, table.combine_chunks())
+            yield _trajectory(file_path, read_generation(file_path, file, group))
 
 
 def _trajectory(path: Path, table: pa.Table) -> Trajectory:
