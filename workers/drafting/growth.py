@@ -57,8 +57,8 @@ def grow(
 ) -> None:
     """Fill ``tree`` with the top-D states of every sample whose snapshot is valid.
 
-    States with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is left
-    still holds the ancestors of all its states.
+    Of these, states with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is
+    left still holds the ancestors of all its states.
     """
     num_samples, block_length = inputs.roots.shape
     budget, device = tree.budget, inputs.roots.device
@@ -83,9 +83,8 @@ def grow(
     for depth in range(1, block_length):
         children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor)
         _merge(children)
-        children.log_mass[children.log_mass < min_log_mass] = -torch.inf
         listed, is_new = _cut(listed, children, depth)
-        if not bool(is_new.any()):
+        if not bool((is_new & (listed.log_mass >= min_log_mass)).any()):
             break
         width = int(is_new.sum(dim=1).max())
         order = is_new.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
@@ -98,6 +97,7 @@ def grow(
             hashes=listed.hashes.gather(1, order),
         )
         own_index = order
+    listed.log_mass[listed.log_mass < min_log_mass] = -torch.inf
     _write(tree, listed)
 
 
