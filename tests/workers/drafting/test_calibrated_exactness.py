@@ -26,14 +26,12 @@ from dlmgrid.workers.items import write_items
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.recompute import recompute_rows
 from dlmgrid.workers.tables import GENERATIONS, deterministic_columns
+from dlmgrid.workers.testing.tiny_runs import tiny_cell, tiny_decode
 from dlmgrid.workers.trajectories.recording import TrajectoryRecorder
 from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
 from dlmgrid.workers.unit_runner import UnitRunner, build_drafter
 from dlmgrid.workers.units import Key, WorkUnit
-
-from .conftest import tiny_cell, tiny_decode
-
 
 NUM_ITEMS = 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,5 @@ def test_runs_without_an_order_to_learn_and_of_two_block_lengths_are_refused(
     with pytest.raises(InputError, match="hold no step to learn an order from"):
         make_examples(tiny_runs(2, commits_per_step=8))
     (run,) = tiny_runs(1)
-    from dataclasses import replace
-
     with pytest.raises(InputError, match=r"have blocks of \[8, 16\] tokens"):
         make_examples([run, replace(run, block_length=16)])
