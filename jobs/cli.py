@@ -26,6 +26,8 @@ COMMANDS = {
     "plan": "Show a grid's cells, keys and work units; decodes nothing.",
     "decode": "Decode planned work units here, without Ray.",
     "record": "Record the draft-free runs of a grid, step by step.",
+    "replay": "Replay drafting methods on recorded runs; no model.",
+    "diagnose": "Show what recorded runs say about drafting.",
     "submit": "Send a grid to a Ray cluster as a job.",
     "score": "Score a run; a new scorer version adds rows.",
     "check": "Verify exactness again, from rows and a decoded sample.",
