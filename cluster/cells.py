@@ -13,6 +13,7 @@ from pathlib import Path
 from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, ModelEntry, nearest_name
 from dlmgrid.cluster.sources import ModelShape, Sources
 from dlmgrid.workers.cell import Cell, digest
+from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import Key
@@ -54,10 +55,14 @@ class CellWork:
 
 
 def check_methods(grid: Grid, sources: Sources) -> None:
-    """Raises InputError for a method that does not exist."""
+    """Raises InputError for a method that does not exist, or not in a live run."""
     for method in grid.methods:
         if method.name not in sources.methods:
             known = list(sources.methods)
+            if method.name in DIAGNOSTIC_METHODS:
+                raise InputError(
+                    f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay"
+                )
             raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
 
 

@@ -40,6 +40,8 @@ def command(
         works=works,
         num_verified=verify,
     )
+    num_rows = sum(len(work.keys) for work in works)
+    typer.echo(f"replaying {num_rows} rows of {len(works)} cells", err=True)
     replay_grid(plan)
     summaries = summarise(plan)
     table_console().print(replay_table(summaries))
