@@ -31,6 +31,10 @@ NEVER = torch.iinfo(torch.int64).max
 """``Future.steps_ahead`` of a position that no later step commits."""
 
 
+REPLAYABLE = ("coupled", "uncoupled")
+"""The verification modes that stay on the serialized path."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Future:
     """What the serialized run will do to each root's block; only diagnostic drafters look.
@@ -158,7 +162,7 @@ class ReplayBatch:
         """
         if cell.reference().cell_key != self.cell.cell_key:
             raise ValueError("the cell has another serialized run than the recorded one")
-        if cell.verification not in VERIFICATIONS:
+        if cell.verification not in REPLAYABLE:
             raise ValueError(f"verification {cell.verification!r} cannot be replayed")
         results = [self._start(index) for index in range(len(self.identities))]
         samples, steps = torch.arange(len(results)), self.firsts.clone()
