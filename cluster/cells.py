@@ -13,7 +13,7 @@ from pathlib import Path
 from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, MethodEntry, ModelEntry, nearest_name
 from dlmgrid.cluster.sources import ModelShape, Sources
 from dlmgrid.workers.cell import Cell, digest
-from dlmgrid.workers.drafting.catalog import get_method
+from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
 from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
@@ -62,10 +62,14 @@ class CellWork:
 
 
 def check_methods(grid: Grid, sources: Sources) -> None:
-    """Raises InputError for a method that does not exist, or has a parameter too many or too few."""
+    """Raises InputError for a method that does not exist, not in a live run, or with other parameters than it takes."""
     for method in grid.methods:
         if method.name not in sources.methods:
             known = list(sources.methods)
+            if method.name in DIAGNOSTIC_METHODS:
+                raise InputError(
+                    f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay"
+                )
             raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
         takes = sources.methods[method.name].parameters
         for name in ("checkpoint", "graph", "gamma"):
@@ -137,7 +141,7 @@ def make_cells(
     where a length does not fit a model, or a drafter's file is missing or does not fit a cell.
     """
     works: dict[str, CellWork] = {}
-    drafters = [_drafter_files(method) for method in grid.methods]
+    drafters = [find_drafters(method) for method in grid.methods]
     for model in models:
         for asked in questions:
             if asked.gen_length > model.shape.max_position_embeddings:
@@ -167,10 +171,21 @@ def make_cells(
     return list(works.values())
 
 
-def _drafter_files(entry: MethodEntry) -> list[DrafterFile]:
+def find_drafters(entry: MethodEntry) -> list[DrafterFile]:
     """The checked files that a method of the grid names."""
     names = entry.graph or [name for name in (entry.checkpoint,) if name is not None]
     return [find_drafter_file(get_method(entry.name), name) for name in names]
+
+
+def with_drafter(cell: Cell, files: list[DrafterFile]) -> tuple[Cell, DrafterFile | None]:
+    """The cell as drafted by the one of ``files`` that fits it; unchanged where there are none, or nothing to draft.
+
+    Raises InputError where none fits, or more than one.
+    """
+    if not files or cell.budget == 0:
+        return cell, None
+    drafter = _choose_drafter(cell, files)
+    return replace(cell, drafter_fingerprint=drafter.fingerprint), drafter
 
 
 def _choose_drafter(cell: Cell, files: list[DrafterFile]) -> DrafterFile:
@@ -228,8 +243,5 @@ def _cells(
                     dtype=model.entry.dtype,
                     max_in_flight=grid.max_in_flight,
                 )
-                drafter = _choose_drafter(cell, files) if files and budget else None
-                if drafter is not None:
-                    cell = replace(cell, drafter_fingerprint=drafter.fingerprint)
-                cells.append((cell, drafter))
+                cells.append(with_drafter(cell, files))
     return cells

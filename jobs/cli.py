@@ -26,6 +26,8 @@ COMMANDS = {
     "plan": "Show a grid's cells, keys and work units; decodes nothing.",
     "decode": "Decode planned work units here, without Ray.",
     "record": "Record the draft-free runs of a grid, step by step.",
+    "replay": "Replay drafting methods on recorded runs; no model.",
+    "diagnose": "Show what recorded runs say about drafting.",
     "train-order": "Train SPOT's order model on recorded runs.",
     "calibrate": "Calibrate Spiffy's draft graph or SPOT-γ's floor on recorded runs.",
     "submit": "Send a grid to a Ray cluster as a job.",

@@ -247,9 +247,52 @@ TRAJECTORIES = _schema(
     ],
 )
 
+REPLAYS = _schema(
+    "replays",
+    [
+        *_SETTINGS,
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        _key("recorded_cell_key", pa.string()),
+        _key("prompt_tokens", pa.int32()),
+        _key("nfe_prefill", pa.int32()),
+        _key("nfe_denoise", pa.int32()),
+        _key("nfe_commit", pa.int32()),
+        _key("nfe_total", pa.int32()),
+        # of the serialized run, all kinds
+        _key("nfe_reference", pa.int32()),
+        _key("rounds", pa.int32()),
+        _key("accepted", _INTS),
+        _key("accepted_per_round", pa.float64()),
+        _key("drafted_nodes", pa.int32()),
+        _key("rows_computed", pa.int64()),
+        # decoded live as well: did every count agree; null where it was not
+        _column("agrees_with_live", pa.bool_()),
+        _measured("product_version", pa.string()),
+    ],
+)
+
+DIAGNOSES = _schema(
+    "diagnoses",
+    [
+        *_SETTINGS,
+        _key("quantity", pa.string()),
+        # null: over all blocks or depths; blocks count from 0 at the first generated one, depths from 1
+        _column("block", pa.int32()),
+        _column("depth", pa.int32()),
+        _column("oracle_budget", pa.int32()),
+        _column("value", pa.float64()),
+        # what the value is a mean over
+        _key("count", pa.int64()),
+        _measured("product_version", pa.string()),
+    ],
+)
+
 TABLES = {
     "generations": GENERATIONS,
     "trajectories": TRAJECTORIES,
+    "replays": REPLAYS,
+    "diagnoses": DIAGNOSES,
     "scores": SCORES,
     "checks": CHECKS,
     "runs": RUNS,

@@ -17,6 +17,9 @@ from dlmgrid.workers.errors import InputError
 FLAGS = {
     "run": {"--out", "--limit", "--data", "--address", "--retry-failed", "--progress", "--quiet"},
     "plan": {"--out", "--limit", "--data", "--units"},
+    "record": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
+    "replay": {"--out", "--verify"},
+    "diagnose": set[str](),
     "decode": {"--out", "--checkpoint", "--device"},
     "train-order": {
         "--out",

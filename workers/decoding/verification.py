@@ -102,6 +102,10 @@ def walk(
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
         on_step: is shown every transition; for recording a run.
 
+    Raises:
+        FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
+        StalledError: the commit rule opened no position.
+
     Returns:
         The new roots int32 [S, L], and the steps of each sample.
     """
@@ -129,6 +133,8 @@ def walk(
             )
         choice = choose(logits, transition.temperature, gumbel)
 
+        if not bool(torch.isfinite(choice.probabilities).all()):
+            raise FloatingPointError("the model's logits are not finite at a state of this item")
         confidence = torch.full(states.shape, -1.0, device=device)
         confidence[row_of, position] = choice.probabilities
         tokens = states.clone()

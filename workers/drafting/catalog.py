@@ -129,6 +129,41 @@ METHODS: dict[str, MethodInfo] = {
 }
 
 
+DIAGNOSTIC_METHODS: dict[str, MethodInfo] = {
+    method.name: method
+    for method in (
+        MethodInfo(
+            name="oracle_position",
+            title="Oracle positions, stale tokens (replay only)",
+            summary="A chain through the positions that the target will commit: what a perfect order would give.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:oracle_position",
+            needs=("recorded trajectories",),
+        ),
+        MethodInfo(
+            name="oracle_token",
+            title="Oracle tokens, confidence tree (replay only)",
+            summary="The confidence tree with the tokens that the target will commit: what perfect tokens would give.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:oracle_token",
+            needs=("recorded trajectories",),
+        ),
+        MethodInfo(
+            name="stale_order",
+            title="Oracle tokens, chain of stale order (replay only)",
+            summary="The chain of ssd with the tokens that the target will commit: how far one stale order reaches.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:stale_order",
+            needs=("recorded trajectories",),
+        ),
+    )
+}
+"""Methods that look into a recorded future: `dlmgrid replay` knows them, a live run cannot."""
+
+
 def get_method(name: str) -> MethodInfo:
     """The method called ``name``. Raises InputError naming the nearest known one."""
     if name in METHODS:

@@ -81,6 +81,17 @@ def read_generation(
         ) from error
 
 
+def files_by_cell(path: Path) -> dict[str, list[Path]]:
+    """The trajectory files of a recorded folder by the ``cell_key`` of the one cell each holds."""
+    found: dict[str, list[Path]] = {}
+    for file_path in trajectory_files(path):
+        file = open_trajectories(file_path)
+        if file.num_row_groups:
+            cell_key = read_generation(file_path, file, 0, ["cell_key"])["cell_key"][0].as_py()
+            found.setdefault(cell_key, []).append(file_path)
+    return found
+
+
 def recorded_generations(path: Path) -> Iterator[RecordedGeneration]:
     """What a recorded folder holds, from the columns that name it; no step is read.
 

@@ -31,6 +31,10 @@ NEVER = torch.iinfo(torch.int64).max
 """``Future.steps_ahead`` of a position that no later step commits."""
 
 
+REPLAYABLE = ("coupled", "uncoupled")
+"""The verification modes that stay on the serialized path."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Future:
     """What the serialized run will do to each root's block; only diagnostic drafters look.
@@ -94,8 +98,9 @@ class ReplayBatch:
         self.ends = num_steps.cumsum(0)
         self.firsts = self.ends - num_steps
         self.commits = [commits for t in trajectories for commits in t.commits]
-        self._identities = [(t.item_id, t.repeat, t.prompt_tokens) for t in trajectories]
-        self._final_tokens, self._committed_at = self._look_ahead()
+        self.sample_of_step = torch.arange(len(trajectories)).repeat_interleave(num_steps)
+        self.identities = [(t.item_id, t.repeat, t.prompt_tokens) for t in trajectories]
+        self.final_tokens, self.committed_at = self._look_ahead()
 
     def _look_ahead(self) -> tuple[Tensor, Tensor]:
         """The finished block int32 [N, L] of each step, and the step that commits each position int64 [N, L]
@@ -117,9 +122,12 @@ class ReplayBatch:
         """Whether the step is the first of its block."""
         return bool(self.commit_counts[step] == 0)
 
-    def inputs(self, cell: Cell, samples: Tensor, steps: Tensor) -> DraftInputs:
-        """What a drafter of ``cell`` reads when ``samples`` int64 [A] are about to take ``steps`` int64 [A]."""
-        snapshots = self.snapshots.select((steps - 1).clamp_min(0))
+    def inputs(self, cell: Cell, samples: Tensor, steps: Tensor, age: int = 1) -> DraftInputs:
+        """What a drafter of ``cell`` reads when ``samples`` int64 [A] are about to take ``steps`` int64 [A].
+
+        ``age`` is how many steps ago the snapshot was made; it must lie in the same block where it is valid.
+        """
+        snapshots = self.snapshots.select((steps - age).clamp_min(0))
         snapshots.is_valid = self.commit_counts[steps] > 0
         return DraftInputs(
             roots=self.states[steps],
@@ -135,10 +143,10 @@ class ReplayBatch:
 
     def future(self, steps: Tensor) -> Future:
         """What happens after each of ``steps``."""
-        committed_at = self._committed_at[steps]
+        committed_at = self.committed_at[steps]
         is_open = self.states[steps] == MASKED
         return Future(
-            tokens=self._final_tokens[steps],
+            tokens=self.final_tokens[steps],
             steps_ahead=torch.where(is_open, committed_at - steps[:, None], NEVER),
         )
 
@@ -154,9 +162,9 @@ class ReplayBatch:
         """
         if cell.reference().cell_key != self.cell.cell_key:
             raise ValueError("the cell has another serialized run than the recorded one")
-        if cell.verification not in VERIFICATIONS:
+        if cell.verification not in REPLAYABLE:
             raise ValueError(f"verification {cell.verification!r} cannot be replayed")
-        results = [self._start(index) for index in range(len(self._identities))]
+        results = [self._start(index) for index in range(len(self.identities))]
         samples, steps = torch.arange(len(results)), self.firsts.clone()
         while samples.numel():
             tree = DraftTree(samples.numel(), cell.budget, self.block_length, self.states.device)
@@ -179,7 +187,7 @@ class ReplayBatch:
 
     def _start(self, index: int) -> Replayed:
         """The passes that no drafter changes: the prefill of whole prompt blocks, and one commit pass a block."""
-        item_id, repeat, prompt_tokens = self._identities[index]
+        item_id, repeat, prompt_tokens = self.identities[index]
         steps = slice(int(self.firsts[index]), int(self.ends[index]))
         num_blocks = int((self.commit_counts[steps] == 0).sum())
         prefilled = int(self.block_starts[steps.start])

@@ -125,5 +125,9 @@ def test_another_serialized_run_is_refused(record_tiny: Callable[..., Any]) -> N
     batch = ReplayBatch(list(load_trajectories(recording.path)))
     with pytest.raises(ValueError, match="another serialized run"):
         batch.replay(recording.cell(temperature=1.0), DIAGNOSTIC_DRAFTERS["oracle_token"])
+    sampled = record_tiny(temperature=1.0)
+    biased = sampled.cell(method="ssd", budget=2, verification="greedy_match")
+    with pytest.raises(ValueError, match="'greedy_match' cannot be replayed"):
+        ReplayBatch(list(load_trajectories(sampled.path))).replay(biased, DIAGNOSTIC_DRAFTERS["stale_order"])
     with pytest.raises(ValueError, match="one recorded cell"):
         ReplayBatch([])
