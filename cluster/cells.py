@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, ModelEntry, nearest_name
+from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, MethodEntry, ModelEntry, nearest_name
 from dlmgrid.cluster.sources import ModelShape, Sources
 from dlmgrid.workers.cell import Cell, digest
+from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
+from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import Key
@@ -45,20 +47,39 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellWork:
-    """A canonical cell with what is to be generated in it."""
+    """A canonical cell with what is to be generated in it.
+
+    ``drafter_path`` is where the output folder keeps the drafter's file, ``drafter_source`` the file that the grid
+    names; both "" where the method has none.
+    """
 
     cell: Cell
     checkpoint: str
     inputs: str
     keys: tuple[Key, ...]
+    drafter_path: str = ""
+    drafter_source: str = ""
 
 
 def check_methods(grid: Grid, sources: Sources) -> None:
-    """Raises InputError for a method that does not exist."""
+    """Raises InputError for a method that does not exist, not in a live run, or with other parameters than it takes."""
     for method in grid.methods:
         if method.name not in sources.methods:
             known = list(sources.methods)
+            if method.name in DIAGNOSTIC_METHODS:
+                raise InputError(
+                    f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay"
+                )
             raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
+        takes = sources.methods[method.name].parameters
+        for name in ("checkpoint", "graph", "gamma"):
+            is_given = getattr(method, name) is not None
+            if is_given and name not in takes:
+                raise InputError(f"method {method.name!r} takes no {name}; remove it")
+            if name in takes and not is_given:
+                raise InputError(
+                    f"method {method.name!r} needs {name}; see dlmgrid methods {method.name} for how to make one"
+                )
 
 
 def find_models(grid: Grid, sources: Sources) -> list[Model]:
@@ -116,9 +137,11 @@ def make_cells(
     """Every cell of the grid, canonical and once, each reference before the cells compared with it.
 
     ``fingerprints`` maps a checkpoint folder to what identifies its weights ("" where not computed yet);
-    ``inputs`` is the folder of the item files. Raises InputError where a length does not fit a model.
+    ``inputs`` is the folder of the item files, ``drafters`` beside it that of the drafters' files. Raises InputError
+    where a length does not fit a model, or a drafter's file is missing or does not fit a cell.
     """
     works: dict[str, CellWork] = {}
+    drafters = [find_drafters(method) for method in grid.methods]
     for model in models:
         for asked in questions:
             if asked.gen_length > model.shape.max_position_embeddings:
@@ -128,54 +151,100 @@ def make_cells(
                 )
             keys = tuple(Key(item.item_id, repeat) for item in asked.items for repeat in range(grid.repeats))
             for decoder in grid.decoder:
-                for cell in _cells(grid, model, asked, decoder, fingerprints[str(model.folder)]):
+                for cell, drafter in _cells(
+                    grid, model, asked, decoder, fingerprints[str(model.folder)], drafters
+                ):
                     for wanted in (cell.reference(), cell.canonical()):
                         found = works.get(wanted.cell_key)
                         if found is None:
+                            has_drafter = drafter is not None and bool(wanted.drafter_fingerprint)
                             works[wanted.cell_key] = CellWork(
                                 cell=wanted,
                                 checkpoint=str(model.folder),
                                 inputs=str(inputs / asked.file_name),
                                 keys=keys,
+                                drafter_path=stored_drafter(inputs.parent / "drafters", wanted),
+                                drafter_source=str(drafter.path) if drafter and has_drafter else "",
                             )
                         elif len(keys) > len(found.keys):
                             works[wanted.cell_key] = replace(found, keys=keys)
     return list(works.values())
 
 
-def _cells(
-    grid: Grid, model: Model, asked: Questions, decoder: DecoderEntry, weight_fingerprint: str
-) -> list[Cell]:
-    return [
-        Cell(
-            model=model.entry.path,
-            revision=model.entry.revision,
-            weight_fingerprint=weight_fingerprint,
-            benchmark=asked.entry.name,
-            prompt_version=asked.prompt_version,
-            chat_template=model.entry.chat_template,
-            num_fewshot=asked.entry.num_fewshot,
-            method=method.name,
-            budget=budget,
-            temperature=float(temperature),
-            verification=grid.verification,
-            noise=grid.noise,
-            seed=grid.seed,
-            decoder=decoder.name,
-            commits_per_step=decoder.commits_per_step,
-            threshold=decoder.threshold,
-            comparison=decoder.comparison,
-            factor=decoder.factor,
-            fused_commit=decoder.fused_commit,
-            block_length=model.entry.block_length or model.shape.block_length,
-            gen_length=asked.gen_length,
-            stop=grid.stop,
-            numerics=grid.numerics,
-            kernels=grid.kernels,
-            dtype=model.entry.dtype,
-            max_in_flight=grid.max_in_flight,
+def find_drafters(entry: MethodEntry) -> list[DrafterFile]:
+    """The checked files that a method of the grid names."""
+    names = entry.graph or [name for name in (entry.checkpoint,) if name is not None]
+    return [find_drafter_file(get_method(entry.name), name) for name in names]
+
+
+def with_drafter(cell: Cell, files: list[DrafterFile]) -> tuple[Cell, DrafterFile | None]:
+    """The cell as drafted by the one of ``files`` that fits it; unchanged where there are none, or nothing to draft.
+
+    Raises InputError where none fits, or more than one.
+    """
+    if not files or cell.budget == 0:
+        return cell, None
+    drafter = _choose_drafter(cell, files)
+    return replace(cell, drafter_fingerprint=drafter.fingerprint), drafter
+
+
+def _choose_drafter(cell: Cell, files: list[DrafterFile]) -> DrafterFile:
+    """The one of ``files`` that was made for ``cell``. Raises InputError where there is none, or more than one."""
+    misfits = {file.path: misfit(file.graph, cell) for file in files if file.graph is not None}
+    fitting = [file for file in files if misfits.get(file.path) is None]
+    if not fitting:
+        reasons = "; ".join(f"draft graph {path}: {reason}" for path, reason in misfits.items())
+        raise InputError(
+            f"method {cell.method!r} at T = {cell.temperature:g}: {reasons}; calibrate one for this cell"
         )
-        for temperature in grid.temperatures
-        for method in grid.methods
-        for budget in ([0] if method.name == "none" else method.budgets or grid.budgets or [0])
-    ]
+    if len(fitting) > 1 and cell.weight_fingerprint:
+        raise InputError(
+            f"method {cell.method!r} at T = {cell.temperature:g}: {fitting[0].path} and {fitting[1].path} both fit; "
+            "name one of them"
+        )
+    return fitting[0]
+
+
+def _cells(
+    grid: Grid,
+    model: Model,
+    asked: Questions,
+    decoder: DecoderEntry,
+    weight_fingerprint: str,
+    drafters: list[list[DrafterFile]],
+) -> list[tuple[Cell, DrafterFile | None]]:
+    cells: list[tuple[Cell, DrafterFile | None]] = []
+    for temperature in grid.temperatures:
+        for method, files in zip(grid.methods, drafters, strict=True):
+            for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
+                cell = Cell(
+                    model=model.entry.path,
+                    revision=model.entry.revision,
+                    weight_fingerprint=weight_fingerprint,
+                    benchmark=asked.entry.name,
+                    prompt_version=asked.prompt_version,
+                    chat_template=model.entry.chat_template,
+                    num_fewshot=asked.entry.num_fewshot,
+                    method=method.name,
+                    gamma=method.gamma,
+                    budget=budget,
+                    temperature=float(temperature),
+                    verification=grid.verification,
+                    noise=grid.noise,
+                    seed=grid.seed,
+                    decoder=decoder.name,
+                    commits_per_step=decoder.commits_per_step,
+                    threshold=decoder.threshold,
+                    comparison=decoder.comparison,
+                    factor=decoder.factor,
+                    fused_commit=decoder.fused_commit,
+                    block_length=model.entry.block_length or model.shape.block_length,
+                    gen_length=asked.gen_length,
+                    stop=grid.stop,
+                    numerics=grid.numerics,
+                    kernels=grid.kernels,
+                    dtype=model.entry.dtype,
+                    max_in_flight=grid.max_in_flight,
+                )
+                cells.append(with_drafter(cell, files))
+    return cells

@@ -5,7 +5,7 @@ one.
     models: [reference]              # or {path: …, revision: …, dtype: bfloat16, block_length: 32}
     benchmarks: [words, {name: gsm8k, limit: 8, num_fewshot: 0, gen_length: 128}]
     temperatures: [0, 1]
-    methods: [none, ssd, {name: confidence_tree, budgets: [8]}]
+    methods: [none, ssd, {name: confidence_tree, budgets: [8]}, {name: spot, checkpoint: order.safetensors}]
     budgets: [6, 12]
 
 ``resources`` says where to run and never enters a cell key; every other key does, or chooses what is run.
@@ -89,10 +89,22 @@ class BenchmarkEntry(_Entry):
 
 
 class MethodEntry(_Entry):
-    """A drafting method; its own ``budgets`` replace the grid's."""
+    """A drafting method; its own ``budgets`` replace the grid's.
+
+    ``checkpoint`` is an order model and ``graph`` a draft graph, or several of which each cell takes the one that was
+    calibrated for it; ``gamma`` is SPOT-γ's floor on mass. Which of them a method takes is in the method catalog.
+    """
 
     name: Name
     budgets: Annotated[list[Budget], Field(min_length=1)] | None = None
+    checkpoint: Name | None = None
+    graph: Annotated[list[Name], Field(min_length=1)] | None = None
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @field_validator("graph", mode="before")
+    @classmethod
+    def _one_or_many_graphs(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class DecoderEntry(_Entry):

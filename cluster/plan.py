@@ -31,12 +31,13 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSettings:
-    """What every unit of a run shares."""
+    """What every unit of a run shares. ``trajectories`` is the folder to record in, "" for none."""
 
     run_id: str
     device: str
     num_actors: int = 1
     items_per_unit: int | None = None
+    trajectories: str = ""
 
 
 def plan_chains(works: Sequence[CellWork], store: Store | None, settings: UnitSettings) -> list[Chain]:
@@ -99,4 +100,6 @@ def _unit(work: CellWork, keys: tuple[Key, ...], settings: UnitSettings) -> Work
         max_in_flight=work.cell.max_in_flight,
         device=settings.device,
         run_id=settings.run_id,
+        drafter_path=work.drafter_path,
+        trajectories=settings.trajectories,
     )

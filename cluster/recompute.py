@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import dlmgrid
 from dlmgrid.cluster.check import Check, compare_again, now, rows_of
+from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.catalog import resolve_checkpoint
@@ -67,7 +65,7 @@ def check_recomputed(run_dir: Path, rows: Sequence[Row], device: str) -> list[Ch
         inputs = run_dir / "inputs" / inputs_file_name(benchmark, prompt_version, num_fewshot)
         if not inputs.is_file():
             raise InputError(f"{inputs} is missing; put it back, or check with --sample 0")
-        again = _decode_again(stored, checkpoint, inputs, device)
+        again = _decode_again(stored, checkpoint, inputs, device, run_dir / "drafters")
         checks += [compare_again(row, new) for row, new in zip(stored, again, strict=True)]
     return checks
 
@@ -95,23 +93,15 @@ def sample_name(checks: Sequence[Check]) -> str:
     return "recomputed-" + digest(sorted([check.cell_key, check.item_id, check.repeat] for check in checks))
 
 
-def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str) -> list[Row]:
-    root = str(Path(dlmgrid.__file__).resolve().parent.parent)
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+def _decode_again(rows: list[Row], checkpoint: Path, inputs: Path, device: str, drafters: Path) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="dlmgrid-check-") as folder:
         source, target = Path(folder) / "in.parquet", Path(folder) / "out.parquet"
         write_table(str(source), to_table(GENERATIONS, rows))
-        command = [
-            sys.executable, "-m", "dlmgrid.workers.recompute", str(source), str(target),
-            "--checkpoint", str(checkpoint), "--inputs", str(inputs), "--device", device,
+        arguments = [
+            str(source), str(target), "--checkpoint", str(checkpoint), "--inputs", str(inputs), "--device", device,
+            "--drafters", str(drafters),
         ]  # fmt: skip
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if process.returncode != 0:
-            lines = process.stderr.strip().splitlines() or ["no output"]
-            if process.returncode == 2 and lines[-1].startswith("error: "):
-                raise InputError(lines[-1].removeprefix("error: "))
-            raise RuntimeError(f"decoding again ended with status {process.returncode}: {lines[-1]}")
+        run_worker_module("dlmgrid.workers.recompute", arguments, "decoding again")
         decoded = read_table([str(target)], GENERATIONS).to_pylist()
     by_key = {(row["cell_key"], row["item_id"], row["repeat"]): row for row in decoded}
     return [by_key[row["cell_key"], row["item_id"], row["repeat"]] for row in rows]

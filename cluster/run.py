@@ -54,7 +54,7 @@ class ExitCode(IntEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
     """What the user asked for. ``data`` is a local data source, ``limit`` caps the items of every
-    benchmark."""
+    benchmark; ``records`` runs the draft-free cells only and records their steps in ``OUT/trajectories``."""
 
     grid: GridFile
     out: Path
@@ -64,6 +64,7 @@ class RunRequest:
     address: str | None = None
     style: Style = "auto"
     retry_failed: bool = False
+    records: bool = False
     runner: str = UNIT_RUNNER
 
     def say(self, message: str) -> None:
@@ -191,8 +192,12 @@ class _Run:
         fingerprints = resolve_fingerprints([model.folder for model in asked.models], cache, compute)
         works = make_cells(asked.grid, asked.models, asked.questions, fingerprints, store.inputs)
         refuse_another_grid(store, works)
+        if request.records:
+            works = [work for work in works if work.cell.is_reference]
+            refuse_unrecorded(store, works)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
+        copy_drafters(store, works)
         (store.out / "grids" / f"{self._run_id}.yaml").write_text(request.grid.text, encoding="utf-8")
         return works
 
@@ -216,6 +221,7 @@ class _Run:
             device=resources.device,
             num_actors=resources.num_actors or max(1, num_slots(resources)),
             items_per_unit=resources.items_per_unit,
+            trajectories=str(store.trajectories) if self._request.records else "",
         )
         chains = plan_chains(works, store, settings)
         self._record.set(num_units=sum(len(chain.units) for chain in chains))
@@ -236,6 +242,14 @@ class _Run:
         return is_complete
 
 
+def copy_drafters(store: Store, works: Sequence[CellWork]) -> None:
+    """Keep the learned and calibrated drafters of these cells in the output folder, where actors and checks read
+    them."""
+    for work in works:
+        if work.drafter_source:
+            store.write_drafter(Path(work.drafter_source), Path(work.drafter_path))
+
+
 def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
     """Raises InputError when the folder holds cells and none of them is of this grid."""
     stored = store.cell_keys
@@ -245,6 +259,17 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
             "weights count "
             "too); choose another --out"
         )
+
+
+def refuse_unrecorded(store: Store, works: Sequence[CellWork]) -> None:
+    """Raises InputError when the folder holds draft-free rows of these cells whose steps were not recorded."""
+    for work in works:
+        for shard in store.shards_of(work.cell.cell_key, work.keys):
+            has_rows = len(shard.failed) < len(shard.keys)
+            if has_rows and not (store.trajectories / f"{shard.unit_key}.parquet").exists():
+                raise InputError(
+                    f"{store.out} holds draft-free rows of this grid that were not recorded; choose another --out"
+                )
 
 
 def outcome(store: Store, works: Sequence[CellWork]) -> ExitCode:

@@ -22,6 +22,12 @@ class MethodInfo(Protocol):
     @property
     def title(self) -> str: ...
 
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+
+    @property
+    def file_key(self) -> str: ...
+
 
 class Benchmark(Protocol):
     """What the grid needs to know of a benchmark."""

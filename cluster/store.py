@@ -2,8 +2,10 @@
 
     OUT/grids/        a copy of every grid file run into this folder
     OUT/inputs/       benchmark items, one file per benchmark and prompt form
+    OUT/drafters/     copies of learned and calibrated drafters, named by their fingerprint
     OUT/staging/      files that actors write
     OUT/generations/  committed Parquet files only, flat, named by their unit key
+    OUT/trajectories/  where recorded: the steps of a unit, named like its file in generations/
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit: decides what exists
     OUT/progress.json  run.json  run.lock
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,7 @@ from dlmgrid.workers.items import Item, read_items, write_items
 from dlmgrid.workers.tables import GENERATIONS, SCHEMA_VERSION, read_table, write_table
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
-FOLDERS = ("grids", "inputs", "staging", "generations", "attempts", "runs", "scores", "checks")
+FOLDERS = ("grids", "inputs", "drafters", "staging", "generations", "attempts", "runs", "scores", "checks")
 
 
 class Store:
@@ -41,6 +44,8 @@ class Store:
         self.staging = out / "staging"
         self.generations = out / "generations"
         self.inputs = out / "inputs"
+        self.drafters = out / "drafters"
+        self.trajectories = out / "trajectories"
         self._manifest = out / "manifest.jsonl"
         self._shards: dict[str, Shard] = {}
         self._unit_of_key: dict[str, dict[Key, str]] = {}
@@ -152,6 +157,13 @@ class Store:
                 )
         if added:
             write_items(path, known.values())
+
+    def write_drafter(self, source: Path, target: Path) -> None:
+        """Copy a drafter's file to ``target`` in ``drafters/``, whole or not at all; the name says its content."""
+        if not target.exists():
+            partial = target.with_name(target.name + ".part")
+            shutil.copyfile(source, partial)
+            partial.replace(target)
 
     def commit(self, finished: Sequence[tuple[WorkUnit, UnitResult]]) -> dict[str, RejectedShardError]:
         """Make the staged files of these units part of the store, with two syncs for all of them.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlmgrid.jobs.console import table_console
-from dlmgrid.workers.drafting.catalog import METHODS, get_method
+from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, METHODS, get_method
 
 
 def command(
@@ -19,7 +19,7 @@ def command(
     """List the drafting methods, or describe one in full."""
     if name is not None:
         console = Console(soft_wrap=True, highlight=False)
-        method = get_method(name)
+        method = DIAGNOSTIC_METHODS.get(name) or get_method(name)
         console.print(f"{method.name}: {method.title}", style="bold", markup=False)
         for label, text in (
             ("what", method.summary),
@@ -32,7 +32,7 @@ def command(
             console.print(f"{label + ':':<12}{text}", markup=False)
         return
     table = Table("method", "title", "lossless", "parameters", box=box.SIMPLE_HEAD)
-    for method in METHODS.values():
+    for method in (*METHODS.values(), *DIAGNOSTIC_METHODS.values()):
         parameters = ", ".join(method.parameters) or "–"
         table.add_row(method.name, method.title, "yes" if method.lossless else "no", parameters)
     table_console().print(table)

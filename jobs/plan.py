@@ -21,7 +21,7 @@ from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
-from dlmgrid.cluster.run import look_up, refuse_another_grid
+from dlmgrid.cluster.run import copy_drafters, look_up, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
@@ -89,6 +89,7 @@ def show_plan(
         try:
             for questions in asked.questions:
                 store.write_inputs(questions.file_name, questions.items)
+            copy_drafters(store, works)
         finally:
             lock.release()
         planned = name_files(chains, store)

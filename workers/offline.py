@@ -57,8 +57,10 @@ def rebase(unit: WorkUnit, out: Path | None, checkpoint: Path | None, device: st
         output=move(unit.output),
         inputs=move(unit.inputs),
         reference_shards=tuple(move(shard) for shard in unit.reference_shards),
+        trajectories=move(unit.trajectories) if unit.trajectories else "",
         checkpoint=unit.checkpoint if checkpoint is None else str(checkpoint),
         device=unit.device if device is None else device,
+        drafter_path=move(unit.drafter_path) if unit.drafter_path else "",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
+from dlmgrid.workers.drafting.drafter_file import stored_drafter
 from dlmgrid.workers.errors import DlmgridError
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -21,19 +22,26 @@ from dlmgrid.workers.units import Key, WorkUnit
 
 
 def recompute_rows(
-    rows: Sequence[Mapping[str, Any]], checkpoint: Path, inputs: Path, device: str = "cpu"
+    rows: Sequence[Mapping[str, Any]],
+    checkpoint: Path,
+    inputs: Path,
+    device: str = "cpu",
+    drafters: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Decode ``rows`` again, each alone; the new rows in the same order.
 
-    Raises InputError for a checkpoint or an input file that does not hold what the rows name.
+    ``drafters`` is the folder of the run's learned and calibrated drafters, needed where a row has one.
+
+    Raises InputError for a checkpoint, an input file or a drafter that is not what the rows name.
     """
     runner = UnitRunner(device, actor="recompute")
     again: list[dict[str, Any]] = []
     for _, group in groupby(rows, key=lambda row: row["cell_key"]):
         of_cell = list(group)
         settings = {name: of_cell[0][name] for name in CELL_FIELDS} | {"seed": int(of_cell[0]["seed"])}
+        cell = Cell.from_dict(settings)
         unit = WorkUnit(
-            cell=Cell.from_dict(settings),
+            cell=cell,
             keys=tuple(Key(row["item_id"], row["repeat"]) for row in of_cell),
             checkpoint=str(checkpoint),
             inputs=str(inputs),
@@ -41,6 +49,7 @@ def recompute_rows(
             max_in_flight=1,
             device=device,
             attempt=2,
+            drafter_path=stored_drafter(drafters or Path(), cell),
         )
         again.extend(runner.decode_rows(unit, max_in_flight=1))
     return again
@@ -54,10 +63,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--drafters", type=Path)
     arguments = parser.parse_args()
     try:
         rows = read_table([str(arguments.source)], GENERATIONS).to_pylist()
-        again = recompute_rows(rows, arguments.checkpoint, arguments.inputs, arguments.device)
+        again = recompute_rows(
+            rows, arguments.checkpoint, arguments.inputs, arguments.device, arguments.drafters
+        )
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")
     write_table(str(arguments.target), to_table(GENERATIONS, again))

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dlmgrid.workers.cell import CELL_FIELDS
 from dlmgrid.workers.errors import InputError
 
 SCHEMA_VERSION = 1
@@ -220,8 +221,81 @@ ATTEMPTS = _schema(
     ],
 )
 
+_FLOATS = pa.list_(pa.float32())
+
+_SETTINGS = [GENERATIONS.field(name) for name in ("cell_key", *CELL_FIELDS)]
+
+# One row per step of a draft-free run. A step sees ``state`` (tokens of the block, -1 where masked, m of them);
+# the flat lists hold 32 values (token_ids, probabilities) or one value a masked position, in the order of positions.
+TRAJECTORIES = _schema(
+    "trajectories",
+    [
+        *_SETTINGS,
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        _key("prompt_tokens", pa.int32()),
+        _key("num_steps", pa.int32()),
+        _key("step", pa.int32()),
+        _key("block_start", pa.int32()),
+        _key("commit_count", pa.int32()),
+        _key("state", _INTS),
+        _key("token_ids", _INTS),
+        _key("probabilities", _FLOATS),
+        _key("entropy", _FLOATS),
+        _key("tail_mass", _FLOATS),
+        _key("log_tempered_mass", _FLOATS),
+        # positions count from the start of the block
+        _key("commit_positions", _INTS),
+        _key("commit_tokens", _INTS),
+    ],
+)
+
+REPLAYS = _schema(
+    "replays",
+    [
+        *_SETTINGS,
+        _key("item_id", pa.string()),
+        _key("repeat", pa.int32()),
+        _key("recorded_cell_key", pa.string()),
+        _key("prompt_tokens", pa.int32()),
+        _key("nfe_prefill", pa.int32()),
+        _key("nfe_denoise", pa.int32()),
+        _key("nfe_commit", pa.int32()),
+        _key("nfe_total", pa.int32()),
+        # of the serialized run, all kinds
+        _key("nfe_reference", pa.int32()),
+        _key("rounds", pa.int32()),
+        _key("accepted", _INTS),
+        _key("accepted_per_round", pa.float64()),
+        _key("drafted_nodes", pa.int32()),
+        _key("rows_computed", pa.int64()),
+        # decoded live as well: did every count agree; null where it was not
+        _column("agrees_with_live", pa.bool_()),
+        _measured("product_version", pa.string()),
+    ],
+)
+
+DIAGNOSES = _schema(
+    "diagnoses",
+    [
+        *_SETTINGS,
+        _key("quantity", pa.string()),
+        # null: over all blocks or depths; blocks count from 0 at the first generated one, depths from 1
+        _column("block", pa.int32()),
+        _column("depth", pa.int32()),
+        _column("oracle_budget", pa.int32()),
+        _column("value", pa.float64()),
+        # what the value is a mean over
+        _key("count", pa.int64()),
+        _measured("product_version", pa.string()),
+    ],
+)
+
 TABLES = {
     "generations": GENERATIONS,
+    "trajectories": TRAJECTORIES,
+    "replays": REPLAYS,
+    "diagnoses": DIAGNOSES,
     "scores": SCORES,
     "checks": CHECKS,
     "runs": RUNS,
@@ -260,12 +334,17 @@ def read_table(paths: Sequence[str], schema: pa.Schema, columns: Sequence[str] |
     tables = []
     for path in paths:
         file = pq.ParquetFile(path)
-        found = file.schema_arrow.metadata or {}
-        for key in (b"dlmgrid.table", b"dlmgrid.schema_version"):
-            if found.get(key) != schema.metadata[key]:
-                raise InputError(
-                    f"{path}: {key.decode()} is {found.get(key, b'missing').decode()}, this version reads "
-                    f"{schema.metadata[key].decode()}; use a new output folder"
-                )
+        check_schema(path, file, schema)
         tables.append(file.read(columns=wanted.names).cast(wanted))
     return pa.concat_tables(tables) if tables else wanted.empty_table()
+
+
+def check_schema(path: str, file: pq.ParquetFile, schema: pa.Schema) -> None:
+    """Raises InputError when a file's table or schema version is not that of ``schema``."""
+    found = file.schema_arrow.metadata or {}
+    for key in (b"dlmgrid.table", b"dlmgrid.schema_version"):
+        if found.get(key) != schema.metadata[key]:
+            raise InputError(
+                f"{path}: {key.decode()} is {found.get(key, b'missing').decode()}, this version reads "
+                f"{schema.metadata[key].decode()}; use a new output folder"
+            )

@@ -25,6 +25,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
+from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
@@ -35,6 +36,7 @@ from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.tokenization import PromptEncoder, load_tokenizer
+from dlmgrid.workers.trajectories.recording import TrajectoryRecorder
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 logger = logging.getLogger(__name__)
@@ -47,10 +49,25 @@ REFERENCE_COLUMNS = (
 Row = dict[str, Any]
 
 
-def build_drafter(cell: Cell) -> Drafter:
-    """The drafter of a cell."""
-    module, _, function = get_method(cell.method).implementation.partition(":")
-    drafter: Drafter = getattr(import_module(module), function)()
+def build_drafter(cell: Cell, drafter_path: str = "") -> Drafter:
+    """The drafter of a cell, with its learned or calibrated part from the file at ``drafter_path``.
+
+    Raises InputError where that file is missing, or is another one than the cell names.
+    """
+    method = get_method(cell.method)
+    parameters: dict[str, Any] = {}
+    if method.file_key:
+        path = Path(drafter_path)
+        found = read_drafter_file(method, path).fingerprint
+        if found != cell.drafter_fingerprint:
+            raise InputError(
+                f"{path}: it is drafter {found}, the run was planned with {cell.drafter_fingerprint}; plan again"
+            )
+        parameters[method.file_key] = path
+    if "gamma" in method.parameters:
+        parameters["gamma"] = cell.gamma
+    module, _, function = method.implementation.partition(":")
+    drafter: Drafter = getattr(import_module(module), function)(**parameters)
     return drafter
 
 
@@ -104,14 +121,17 @@ class UnitRunner:
             failures={f"{row['item_id']}/{row['repeat']}": row["error"] for row in rows if row["error"]},
         )
 
-    def decode_rows(self, unit: WorkUnit, *, max_in_flight: int) -> list[Row]:
-        """The rows of a unit, in the order of its keys, without verdicts."""
+    def decode_rows(
+        self, unit: WorkUnit, *, max_in_flight: int, recorder: TrajectoryRecorder | None = None
+    ) -> list[Row]:
+        """The rows of a unit, in the order of its keys, without verdicts; ``recorder`` is shown every step."""
         cell = unit.cell.canonical()
         encoder = load_tokenizer(Path(unit.checkpoint), cell.chat_template)
         config = read_config(Path(unit.checkpoint))
         prompts, rows = self._prompts(unit, encoder, config.max_position_embeddings)
         engine = self._load(unit, prompts.values(), max_in_flight)
-        decoder = Decoder(engine, build_drafter(cell), decode_settings(cell, engine, profiled=unit.profiled))
+        settings = decode_settings(cell, engine, profiled=unit.profiled)
+        decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
@@ -122,7 +142,10 @@ class UnitRunner:
         return [rows[key] for key in unit.keys]
 
     def _rows(self, unit: WorkUnit) -> list[Row]:
-        rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight)
+        recorder = TrajectoryRecorder() if unit.trajectories else None
+        rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight, recorder=recorder)
+        if recorder is not None:
+            _record(unit, rows, recorder)
         if unit.cell.is_reference:
             serialized = self.decode_rows(unit, max_in_flight=1)
             references = {Key(row["item_id"], row["repeat"]): row for row in serialized}
@@ -299,6 +322,15 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         fused_commit=cell.fused_commit,
         profiled=profiled,
     )
+
+
+def _record(unit: WorkUnit, rows: Sequence[Row], recorder: TrajectoryRecorder) -> None:
+    """Write the trajectories of the rows that were decoded. Raises InputError for a unit that drafts."""
+    cell = unit.cell.canonical()
+    if not cell.is_reference:
+        raise InputError(f"method {cell.method!r}: only draft-free runs are recorded; use dlmgrid record")
+    decoded = [(row["item_id"], row["repeat"]) for row in rows if row["generated_tokens"] is not None]
+    recorder.write(Path(unit.trajectories) / f"{unit.unit_key}.parquet", cell, decoded)
 
 
 def _write(path: Path, rows: Sequence[Row]) -> tuple[int, str]:

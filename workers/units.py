@@ -22,7 +22,10 @@ class WorkUnit:
     ``checkpoint`` is the folder of the model, ``inputs`` the JSON-lines file of the benchmark's items, ``output``
     the staging file to write (made whole or not at all). ``reference_shards`` are committed Parquet files that
     hold the reference rows of these keys; empty for a reference unit. ``max_in_flight`` bounds the samples
-    decoded together (a retry after running out of memory lowers it).
+    decoded together (a retry after running out of memory lowers it). ``drafter_path`` is the file of the drafter's
+    learned or calibrated part, identified in the cell by ``drafter_fingerprint``; "" where it has none.
+    ``trajectories`` is the folder that the steps of a draft-free unit are recorded in, as ``<unit_key>.parquet``; ""
+    records nothing.
     """
 
     cell: Cell
@@ -36,6 +39,8 @@ class WorkUnit:
     profiled: bool = False
     device: str = "cpu"
     run_id: str = ""
+    drafter_path: str = ""
+    trajectories: str = ""
 
     @property
     def unit_key(self) -> str:

@@ -10,9 +10,13 @@ import pytest
 
 from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
-from dlmgrid.cluster.run import look_up
+from dlmgrid.cluster.plan import UnitSettings, plan_chains
+from dlmgrid.cluster.run import copy_drafters, look_up
 from dlmgrid.cluster.sources import Sources
+from dlmgrid.cluster.store import Store
+from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNode, load_graph, save_graph
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.testing import fake_catalog
 from dlmgrid.workers.testing.fake_catalog import write_fake_checkpoint
 
 
@@ -136,3 +140,88 @@ def test_twice_the_same_item_id_is_bad_data(
     path.write_text(path.read_text() * 2)
     with pytest.raises(InputError, match="gives an item id twice"):
         look_up(read_grid(write_grid()).grid, sources, data=str(data), limit=None)
+
+
+def spiffy_graph(path: Path, *, budget: int = 8, **key: Any) -> DraftGraph:
+    """A graph of one node made for the fake model of these tests."""
+    values = {
+        "weight_fingerprint": "", "decoder": "static", "commits_per_step": 1, "threshold": None, "temperature": 0.0,
+        "noise": "commit_count", "block_length": 32,
+    }  # fmt: skip
+    node = GraphNode(pairs=((0, 0),), parents=(-1,), count=1)
+    graph = DraftGraph(
+        key=GraphKey(**(values | key)), selection="marginal_gain", budget=budget, num_roots=1, calibration={},
+        nodes=(node,),
+    )  # fmt: skip
+    save_graph(graph, path)
+    return graph
+
+
+def test_each_cell_takes_the_graph_that_was_calibrated_for_it(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any, checkpoint: Path
+) -> None:
+    weights = fake_catalog.weight_fingerprint(checkpoint)
+    graphs = {
+        temperature: spiffy_graph(
+            tmp_path / f"T{temperature}.json", temperature=float(temperature), weight_fingerprint=weights
+        )
+        for temperature in (0, 1)
+    }
+    paths = [str(tmp_path / f"T{temperature}.json") for temperature in (0, 1)]
+    grid = write_grid(methods=["ssd", {"name": "spiffy", "graph": paths, "budgets": [0, 6]}])
+    works = [work for work in make_works(grid, tmp_path / "out") if work.cell.method == "spiffy"]
+    assert [work.cell.drafter_fingerprint for work in works] == [graphs[t].fingerprint for t in (0, 1)]
+    assert [work.drafter_source for work in works] == paths
+    assert [Path(work.drafter_path).name for work in works] == [
+        f"{graphs[t].fingerprint}.json" for t in (0, 1)
+    ]
+    # Another graph is another cell; where the file lies is not.
+    moved = tmp_path / "moved.json"
+    moved.write_bytes(Path(paths[0]).read_bytes())
+    grid = write_grid(temperatures=[0], methods=[{"name": "spiffy", "graph": str(moved), "budgets": [6]}])
+    again = [work for work in make_works(grid, tmp_path / "out") if work.cell.method == "spiffy"]
+    assert [work.cell.cell_key for work in again] == [works[0].cell.cell_key]
+    store = Store(tmp_path / "out")
+    copy_drafters(store, works)
+    assert sorted(path.name for path in store.drafters.iterdir()) == sorted(
+        f"{graph.fingerprint}.json" for graph in graphs.values()
+    )
+    assert load_graph(Path(works[1].drafter_path)) == graphs[1]
+    (unit,) = plan_chains(works[:1], None, UnitSettings(run_id="r", device="cpu", items_per_unit=32))[
+        0
+    ].dependents
+    assert unit.drafter_path == works[0].drafter_path
+    # A second graph that fits leaves no way to choose.
+    grid = write_grid(
+        temperatures=[0], methods=[{"name": "spiffy", "graph": [paths[0], str(moved)], "budgets": [6]}]
+    )
+    with pytest.raises(InputError, match="both fit; name one of them"):
+        make_works(grid, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "message"),
+    [
+        ({"name": "spiffy"}, {}, "method 'spiffy' needs graph; see dlmgrid methods spiffy"),
+        ({"name": "ssd", "graph": "G"}, {}, "method 'ssd' takes no graph; remove it"),
+        ({"name": "spot", "checkpoint": "G", "gamma": 0.1}, {}, "method 'spot' takes no gamma; remove it"),
+        ({"name": "spot_gamma", "checkpoint": "G"}, {}, "method 'spot_gamma' needs gamma"),
+        ({"name": "spot", "checkpoint": "G"}, {}, "order model .*G: not a whole safetensors file"),
+        ({"name": "spot", "checkpoint": "nowhere.safetensors"}, {}, "nowhere.safetensors does not exist; make one"),
+        ({"name": "spiffy", "graph": "nowhere.json"}, {}, "nowhere.json does not exist; make one with"),
+        ({"name": "spiffy", "graph": "G"}, {"temperature": 1.0}, "calibrated for temperature 1.0, the cell has 0.0"),
+        ({"name": "spiffy", "graph": "G"}, {"commits_per_step": 2}, "calibrated for commits_per_step 2, the cell"),
+        ({"name": "spiffy", "graph": "G"}, {"block_length": 16}, "calibrated for block_length 16, the cell has 32"),
+        ({"name": "spiffy", "graph": "G"}, {"budget": 4}, "calibrated for 4 nodes, the budget is 6"),
+        ({"name": "spiffy", "graph": "G"}, {"weight_fingerprint": "0" * 24}, "calibrated on other weights"),
+    ],
+)  # fmt: skip
+def test_a_drafter_that_is_missing_or_of_another_kind_is_named_before_work_starts(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any, method: dict[str, Any], key: dict[str, Any],
+    message: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    spiffy_graph(tmp_path / "G", **key)
+    with pytest.raises(InputError, match=message) as caught:
+        make_works(write_grid(temperatures=[0], methods=[method]), tmp_path / "out")
+    assert "\n" not in str(caught.value)

@@ -35,7 +35,8 @@ class Benchmark:
     ``source`` names the data set and its pinned revision. ``chat`` tells whether items are chat messages,
     rendered by the model's own template, or raw text. ``scoring`` is the module whose
     ``score(text, document, options)`` gives the verdicts of every scorer at once; it is imported in the
-    scoring process only.
+    scoring process only. ``calibration`` marks a set made for training and calibrating drafters: it shares no
+    item with a set that is scored as a benchmark, and drafters may learn from no other.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Benchmark:
     scoring: str
     versions: Callable[[int], str]
     loader: Loader
+    calibration: bool = False
 
     def prompt_version(self, num_fewshot: int = 0) -> str:
         """Identifies the prompt before the model's chat template. Raises InputError for a bad count."""

@@ -5,14 +5,23 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from dlmgrid.workers.benchmarks.benchmark import Benchmark
-from dlmgrid.workers.benchmarks.generated_benchmarks import FUNCTIONS, WORDS
+from dlmgrid.workers.benchmarks.generated_benchmarks import FUNCTIONS, FUNCTIONS_TRAIN, WORDS, WORDS_TRAIN
 from dlmgrid.workers.benchmarks.gsm8k import GSM8K, GSM8K_QUESTION
 from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK
 from dlmgrid.workers.errors import InputError
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for benchmark in (WORDS, FUNCTIONS, GSM8K, GSM8K_QUESTION, HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK)
+    for benchmark in (
+        WORDS,
+        FUNCTIONS,
+        WORDS_TRAIN,
+        FUNCTIONS_TRAIN,
+        GSM8K,
+        GSM8K_QUESTION,
+        HUMANEVAL,
+        HUMANEVAL_PLUS_BENCHMARK,
+    )
 }
 
 

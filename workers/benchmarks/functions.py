@@ -21,6 +21,7 @@ from dlmgrid.workers.items import Item
 
 PROMPT_VERSION = "functions-1"
 HELD_OUT_SEED = 20_260_002
+CALIBRATION_SEED = 20_260_012
 MAX_ITEMS = 400
 NUM_TESTS = 5
 
@@ -123,12 +124,12 @@ def _tests(function: Function, rng: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _held_out() -> Iterator[tuple[Function, random.Random]]:
-    rng = random.Random(HELD_OUT_SEED)
+def _functions(seed: int, *, held_out: bool) -> Iterator[tuple[Function, random.Random]]:
+    rng = random.Random(seed)
     seen: set[str] = set()
     while True:
         function = _draw(rng)
-        if function.prompt not in seen and is_held_out(function.prompt):
+        if function.prompt not in seen and is_held_out(function.prompt) == held_out:
             seen.add(function.prompt)
             yield function, rng
 
@@ -139,14 +140,22 @@ def held_out_items(count: int) -> list[Item]:
     ``document`` holds ``entry_point``, ``prompt`` (signature and docstring), ``tests`` (assertions),
     ``canonical_solution`` (a fenced answer) and ``family``.
     """
-    count = min(count, MAX_ITEMS)
+    return _items(min(count, MAX_ITEMS), seed=HELD_OUT_SEED, held_out=True, prefix="functions")
+
+
+def calibration_items(count: int) -> list[Item]:
+    """The first ``count`` items of the training range, from a seed of their own: none of them is a benchmark item."""
+    return _items(min(count, MAX_ITEMS), seed=CALIBRATION_SEED, held_out=False, prefix="functions-train")
+
+
+def _items(count: int, *, seed: int, held_out: bool, prefix: str) -> list[Item]:
     items: list[Item] = []
-    for function, rng in _held_out():
+    for function, rng in _functions(seed, held_out=held_out):
         if len(items) >= count:
             break
         items.append(
             Item(
-                item_id=f"functions-{len(items):04d}",
+                item_id=f"{prefix}-{len(items):04d}",
                 messages=[{"role": "user", "content": _user_turn(function)}],
                 document={
                     "entry_point": function.entry_point,

@@ -19,6 +19,7 @@ from dlmgrid.workers.items import Item
 
 PROMPT_VERSION = "words-1"
 HELD_OUT_SEED = 20_260_001
+CALIBRATION_SEED = 20_260_011
 
 
 def _question(problem: Problem, d: Draw) -> str:
@@ -88,17 +89,26 @@ def held_out_items(count: int) -> list[Item]:
 
     ``document`` holds ``question``, ``solution`` (worked steps), ``answer`` (int) and ``form``.
     """
+    return _items(count, seed=HELD_OUT_SEED, held_out=True, prefix="words")
+
+
+def calibration_items(count: int) -> list[Item]:
+    """The first ``count`` items of the training range, from a seed of their own: none of them is a benchmark item."""
+    return _items(count, seed=CALIBRATION_SEED, held_out=False, prefix="words-train")
+
+
+def _items(count: int, *, seed: int, held_out: bool, prefix: str) -> list[Item]:
     items: list[Item] = []
     seen: set[tuple[object, ...]] = set()
-    for problem, question, solution in _problems(HELD_OUT_SEED):
+    for problem, question, solution in _problems(seed):
         if len(items) >= count:
             break
-        if problem.identity in seen or not is_held_out(*problem.identity):
+        if problem.identity in seen or is_held_out(*problem.identity) != held_out:
             continue
         seen.add(problem.identity)
         items.append(
             Item(
-                item_id=f"words-{len(items):04d}",
+                item_id=f"{prefix}-{len(items):04d}",
                 messages=[{"role": "user", "content": question}],
                 document={
                     "question": question,

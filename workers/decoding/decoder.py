@@ -17,6 +17,7 @@ Source of the block loop, the prompt tail and the commit pass: ``generate.py`` o
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.decoding.verification import TransitionRule, WalkedSteps, walk
+from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 
 STOP_POLICIES = ("eos", "none")
@@ -52,6 +53,18 @@ class Target(Protocol):
     def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor: ...
 
     def logits(self, rows: Tensor) -> Tensor: ...
+
+
+class Recorder(Protocol):
+    """What is shown every step of a decode.
+
+    ``start`` is called when a prompt begins, also for the second time; ``record`` with the prompts of a round, the
+    absolute start of their blocks int64 [S], and what one transition saw.
+    """
+
+    def start(self, prompt: Prompt) -> None: ...
+
+    def record(self, prompts: Sequence[Prompt], block_starts: Tensor, step: SeenStep) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,12 +190,16 @@ class Decoder:
     Args:
         target: the model's engine; its slots bound the samples in flight.
         drafter: proposes states; asked only where the budget is positive.
+        recorder: is shown every step, when given.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, settings: DecodeSettings) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, settings: DecodeSettings, recorder: Recorder | None = None
+    ) -> None:
         self.target = target
         self.drafter = drafter
         self.settings = settings
+        self.recorder = recorder
         self.drafts = settings.budget > 0
         device, length = target.device, settings.block_length
         self._snapshots = Snapshots(target.num_slots, length, device) if self.drafts else None
@@ -214,6 +231,8 @@ class Decoder:
                 index, prompt = waiting.popleft()
                 in_flight[index] = _Sample(prompt, self.settings, free_slots.pop())
                 in_flight[index].generation.batch_size = width
+                if self.recorder is not None:
+                    self.recorder.start(prompt)
                 self._new_block(in_flight[index])
             self._pass(list(in_flight.values()))
             for index, sample in list(in_flight.items()):
@@ -310,6 +329,9 @@ class Decoder:
         self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
     ) -> None:
         _, counts, starts, keys, slots = self._inputs(samples)
+        on_step: Callable[[SeenStep], None] | None = None
+        if self.recorder is not None:
+            on_step = functools.partial(self.recorder.record, [s.prompt for s in samples], starts)
         roots, walked = walk(
             head=self.target,
             transition=TransitionRule(
@@ -326,6 +348,7 @@ class Decoder:
             keys=keys,
             snapshots=self._snapshots,
             snapshot_rows=slots,
+            on_step=on_step,
         )
         for sample, root, steps, nodes in zip(
             samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True

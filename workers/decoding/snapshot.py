@@ -32,6 +32,29 @@ class Snapshots:
         self.log_tempered_mass = torch.zeros(shape, device=device)
         self.is_valid = torch.zeros(num_samples, dtype=torch.bool, device=device)
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        masked: Tensor,
+        token_ids: Tensor,
+        probabilities: Tensor,
+        entropy: Tensor,
+        tail_mass: Tensor,
+        log_tempered_mass: Tensor,
+        is_valid: Tensor,
+    ) -> Snapshots:
+        """A struct around existing tensors, of the shapes in the class docstring; nothing is copied."""
+        out = object.__new__(cls)
+        out.masked = masked
+        out.token_ids = token_ids
+        out.probabilities = probabilities
+        out.entropy = entropy
+        out.tail_mass = tail_mass
+        out.log_tempered_mass = log_tempered_mass
+        out.is_valid = is_valid
+        return out
+
     def invalidate(self, samples: Tensor) -> None:
         """Forget the snapshots of ``samples`` (int64): their block is new."""
         self.is_valid[samples] = False
@@ -56,15 +79,12 @@ class Snapshots:
 
     def select(self, samples: Tensor) -> Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
-        out = object.__new__(Snapshots)
-        for name in (
-            "masked",
-            "token_ids",
-            "probabilities",
-            "entropy",
-            "tail_mass",
-            "log_tempered_mass",
-            "is_valid",
-        ):
-            setattr(out, name, getattr(self, name)[samples])
-        return out
+        return Snapshots.of(
+            masked=self.masked[samples],
+            token_ids=self.token_ids[samples],
+            probabilities=self.probabilities[samples],
+            entropy=self.entropy[samples],
+            tail_mass=self.tail_mass[samples],
+            log_tempered_mass=self.log_tempered_mass[samples],
+            is_valid=self.is_valid[samples],
+        )

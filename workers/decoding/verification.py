@@ -16,13 +16,14 @@ positions only. Legend: S samples, A samples still walking, L block length, R ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, choose, row_digests, summarize
+from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
@@ -62,6 +63,23 @@ class WalkedSteps:
     digests: list[str] = field(default_factory=list)
 
 
+class SeenStep(NamedTuple):
+    """One transition of A samples, with the summary of the R rows that predicted their masked positions.
+
+    ``samples`` int64 [A], indices into the round; ``states`` int32 [A, L] before and ``following`` after the step;
+    ``commit_counts`` int64 [A] before it; ``row_of`` int64 [R] into the A samples and ``positions`` int64 [R] into
+    the block, ascending; ``summary`` of the R rows.
+    """
+
+    samples: Tensor
+    states: Tensor
+    following: Tensor
+    commit_counts: Tensor
+    row_of: Tensor
+    positions: Tensor
+    summary: Summary
+
+
 class StalledError(RuntimeError):
     """A step that opened no position: the commit rule is broken, and the walk would never end."""
 
@@ -78,6 +96,7 @@ def walk(
     keys: Tensor,
     snapshots: Snapshots | None,
     snapshot_rows: Tensor,
+    on_step: Callable[[SeenStep], None] | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
     """Walk every sample's tree.
 
@@ -89,6 +108,7 @@ def walk(
         snapshots: receives the stale distributions of the last accepted node of each sample whose block is not
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
+        on_step: is shown every transition; for recording a run.
 
     Raises:
         FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
@@ -136,6 +156,9 @@ def walk(
         _record(steps, active, step, digests)
 
         following = step.following
+        if on_step is not None:
+            summary = summarize(logits, transition.temperature)
+            on_step(SeenStep(active, states, following, counts, row_of, position, summary))
         roots[active] = following
         if snapshots is not None:
             ends = (found < 0) & (num_masked(following) > 0)

@@ -10,7 +10,12 @@ from dlmgrid.workers.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodInfo:
-    """One method. ``implementation`` is ``module:function`` of its builder, imported by the worker only."""
+    """One method. ``implementation`` is ``module:function`` of its builder, imported by the worker only.
+
+    ``parameters`` are keys of the method in a grid, given to the builder by name. ``file_key`` is the one of them
+    that names its learned or calibrated part, a file ("" where there is none); ``reads`` says what that file holds:
+    ``order_model`` or ``draft_graph``.
+    """
 
     name: str
     title: str
@@ -21,6 +26,8 @@ class MethodInfo:
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     decoders: tuple[str, ...] = ("static", "threshold", "factor")
+    file_key: str = ""
+    reads: str = ""
 
 
 METHODS: dict[str, MethodInfo] = {
@@ -57,8 +64,104 @@ METHODS: dict[str, MethodInfo] = {
             lossless=True,
             implementation="dlmgrid.workers.drafting.confidence_tree:build",
         ),
+        MethodInfo(
+            name="spiffy",
+            title="Spiffy, calibrated draft graph",
+            summary=(
+                "The first D nodes of a graph of (position rank, token rank) sets that was selected on recorded "
+                "runs of this model, decoder and temperature; positions and tokens are filled in at every root."
+            ),
+            source="Spiffy, arXiv 2509.18085",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spiffy:build",
+            needs=("a draft graph: dlmgrid calibrate TRAJ --method spiffy --out GRAPH.json",),
+            parameters=("graph",),
+            file_key="graph",
+            reads="draft_graph",
+        ),
+        MethodInfo(
+            name="spiffy_pruned",
+            title="Spiffy with online pruning",
+            summary=(
+                "Of all nodes of a draft graph the D with the best stale probabilities in themselves and their best "
+                "child; calibrate the graph for more nodes than D."
+            ),
+            source="Spiffy, arXiv 2509.18085 version 4; how children combine is this package's choice",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spiffy:build_pruned",
+            needs=("a draft graph: dlmgrid calibrate TRAJ --method spiffy --out GRAPH.json",),
+            parameters=("graph",),
+            file_key="graph",
+            reads="draft_graph",
+        ),
+        MethodInfo(
+            name="spot",
+            title="SPOT, learned commit order",
+            summary=(
+                "The D states of largest mass, grown level by level; the next position comes from an order model "
+                "that reads stale distributions only, equal states are merged, and a second token is tried where "
+                "the first has a probability below 0.6."
+            ),
+            source="SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spot:build",
+            needs=("an order model: dlmgrid train-order TRAJ --out FILE.safetensors",),
+            parameters=("checkpoint",),
+            file_key="checkpoint",
+            reads="order_model",
+        ),
+        MethodInfo(
+            name="spot_gamma",
+            title="SPOT with a floor on mass",
+            summary="SPOT's tree without the states whose mass is below gamma; the realised budget follows confidence.",
+            source="SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spot_gamma:build",
+            needs=(
+                "an order model: dlmgrid train-order TRAJ --out FILE.safetensors",
+                "gamma: dlmgrid calibrate TRAJ --method spot_gamma --checkpoint FILE.safetensors --out FILE.json",
+            ),
+            parameters=("checkpoint", "gamma"),
+            file_key="checkpoint",
+            reads="order_model",
+        ),
     )
 }
+
+
+DIAGNOSTIC_METHODS: dict[str, MethodInfo] = {
+    method.name: method
+    for method in (
+        MethodInfo(
+            name="oracle_position",
+            title="Oracle positions, stale tokens (replay only)",
+            summary="A chain through the positions that the target will commit: what a perfect order would give.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:oracle_position",
+            needs=("recorded trajectories",),
+        ),
+        MethodInfo(
+            name="oracle_token",
+            title="Oracle tokens, confidence tree (replay only)",
+            summary="The confidence tree with the tokens that the target will commit: what perfect tokens would give.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:oracle_token",
+            needs=("recorded trajectories",),
+        ),
+        MethodInfo(
+            name="stale_order",
+            title="Oracle tokens, chain of stale order (replay only)",
+            summary="The chain of ssd with the tokens that the target will commit: how far one stale order reaches.",
+            source="diagnosis of SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.trajectories.diagnostic_drafters:stale_order",
+            needs=("recorded trajectories",),
+        ),
+    )
+}
+"""Methods that look into a recorded future: `dlmgrid replay` knows them, a live run cannot."""
 
 
 def get_method(name: str) -> MethodInfo:

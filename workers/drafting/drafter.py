@@ -74,6 +74,31 @@ class Prediction(NamedTuple):
     second_probability: Tensor
 
 
+def perturbed_scores(inputs: DraftInputs, commit_counts: Tensor) -> Tensor:
+    """log p / T + noise of the 32 candidates, fp32 [S, W, L, 32], at T > 0; no noise where the drafter reads none.
+
+    Only positions masked in the root of a sample with a valid snapshot hold meaning.
+
+    Args:
+        commit_counts: int64 [S, W], commits made before the draw.
+    """
+    snapshots = inputs.snapshots
+    num_samples, num_states = commit_counts.shape
+    num_positions, num_candidates = snapshots.token_ids.shape[1:]
+    noise = torch.zeros(num_samples, num_states, num_positions, num_candidates, device=commit_counts.device)
+    if inputs.stream is not None:
+        is_read = (inputs.roots == MASKED) & snapshots.is_valid[:, None]
+        sample, position = is_read.nonzero(as_tuple=True)
+        noise[sample, :, position] = inputs.noise.entries(
+            inputs.keys[sample][:, None].expand(-1, num_states, -1),
+            inputs.stream,
+            (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
+            commit_counts[sample],
+            snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
+        )
+    return snapshots.probabilities[:, None].log() / inputs.temperature + noise
+
+
 def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     """Predict the token of every position.
 
@@ -98,24 +123,10 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         )
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
-    num_samples, num_states = commit_counts.shape
-    num_positions, num_candidates = snapshots.token_ids.shape[1:]
-    shape = (num_samples, num_states, num_positions, num_candidates)
+    scores = perturbed_scores(inputs, commit_counts)
     log_tempered = probabilities.log() / temperature
-    if inputs.stream is None:
-        two = torch.arange(2, device=token_ids.device).expand(*shape[:-1], 2)
-    else:
-        is_read = (inputs.roots == MASKED) & snapshots.is_valid[:, None]
-        sample, position = is_read.nonzero(as_tuple=True)
-        noise = torch.zeros(shape, device=token_ids.device)
-        noise[sample, :, position] = inputs.noise.entries(
-            inputs.keys[sample][:, None].expand(-1, num_states, -1),
-            inputs.stream,
-            (inputs.block_starts[sample] + position)[:, None].expand(-1, num_states),
-            commit_counts[sample],
-            snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
-        )
-        two = (log_tempered + noise).topk(2, dim=-1).indices
+    two = scores.topk(2, dim=-1).indices
+    shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
     if temperature == 1:

@@ -43,8 +43,23 @@ class _Listed:
     hashes: Tensor  # int64 [S, D]
 
 
-def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
-    """Fill ``tree`` with the top-D states of every sample whose snapshot is valid."""
+Predictor = Callable[[DraftInputs, Tensor], Prediction]
+"""Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold; ``predict`` unless said."""
+
+
+def grow(
+    inputs: DraftInputs,
+    tree: DraftTree,
+    order_model: OrderModel,
+    *,
+    predictor: Predictor = predict,
+    min_log_mass: float = -torch.inf,
+) -> None:
+    """Fill ``tree`` with the top-D states of every sample whose snapshot is valid.
+
+    Of these, states with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is
+    left still holds the ancestors of all its states.
+    """
     num_samples, block_length = inputs.roots.shape
     budget, device = tree.budget, inputs.roots.device
     if budget == 0:
@@ -66,10 +81,10 @@ def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
     )
     own_index = frontier.parents  # where each frontier state stands in the list
     for depth in range(1, block_length):
-        children = _expand(inputs, frontier, own_index, root_masked, order_model)
+        children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor)
         _merge(children)
         listed, is_new = _cut(listed, children, depth)
-        if not bool(is_new.any()):
+        if not bool((is_new & (listed.log_mass >= min_log_mass)).any()):
             break
         width = int(is_new.sum(dim=1).max())
         order = is_new.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
@@ -82,6 +97,7 @@ def grow(inputs: DraftInputs, tree: DraftTree, order_model: OrderModel) -> None:
             hashes=listed.hashes.gather(1, order),
         )
         own_index = order
+    listed.log_mass[listed.log_mass < min_log_mass] = -torch.inf
     _write(tree, listed)
 
 
@@ -98,7 +114,12 @@ class _Children:
 
 
 def _expand(
-    inputs: DraftInputs, frontier: _Listed, own_index: Tensor, root_masked: Tensor, order_model: OrderModel
+    inputs: DraftInputs,
+    frontier: _Listed,
+    own_index: Tensor,
+    root_masked: Tensor,
+    order_model: OrderModel,
+    predictor: Predictor,
 ) -> _Children:
     num_samples, width, length = frontier.tokens.shape
     present = frontier.log_mass > -torch.inf
@@ -106,7 +127,7 @@ def _expand(
     num_masked = masked.sum(dim=-1)
     counts = (inputs.commit_counts + root_masked)[:, None] - num_masked
     # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
-    prediction = predict(inputs, torch.where(present, counts, counts[:, :1]))
+    prediction = predictor(inputs, torch.where(present, counts, counts[:, :1]))
     shape = (num_samples, width, length)
     confidence = prediction.unrounded_confidence.expand(shape)
     first_probability = prediction.first_probability.expand(shape).double()

@@ -7,12 +7,14 @@ cut that fills all k tokens at once and compares a prefix drifts from the decode
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, predict
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction, predict
 
 
 def chain_order(confidence: Tensor) -> Tensor:
@@ -26,31 +28,46 @@ def chain_order(confidence: Tensor) -> Tensor:
     return confidence.double() + positions * 2.0**-40
 
 
+ChooseStep = Callable[[Tensor, Prediction, int], tuple[Tensor, Tensor]]
+"""Maps (states int32 [S, L], their prediction with W = 1, depth from 1) to the committed positions bool [S, L] and
+the tokens int32 [S, L] put there."""
+
+
+def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) -> None:
+    """Append a chain of at most D states to every root with a valid snapshot, clipped before a complete state."""
+    states = inputs.roots
+    counts = inputs.commit_counts[:, None]
+    log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
+    grows = inputs.snapshots.is_valid
+    for depth in range(1, tree.budget + 1):
+        prediction = predict(inputs, counts)
+        selected, tokens = choose_step(states, prediction, depth)
+        states = torch.where(selected, tokens, states)
+        grows = grows & (num_masked(states) > 0)
+        if not bool(grows.any()):
+            return
+        probabilities = prediction.first_probability[:, 0].double()
+        log_mass = log_mass + torch.where(selected, probabilities.log(), 0.0).sum(dim=-1)
+        tree.tokens[:, depth] = states
+        tree.hashes[:, depth] = state_hashes(states)
+        tree.parents[:, depth] = depth - 1
+        tree.depths[:, depth] = depth
+        tree.log_mass[:, depth] = log_mass
+        tree.num_nodes[grows] = depth + 1
+        counts = counts + selected.sum(dim=-1, keepdim=True)
+
+
 class ChainDrafter:
-    """A chain of at most D states, clipped before the state that completes the block."""
+    """The chain in the order of the stale confidences, with the stale tokens."""
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Append the chain to every root with a valid snapshot."""
-        states = inputs.roots
-        counts = inputs.commit_counts[:, None]
-        log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
-        grows = inputs.snapshots.is_valid
-        for depth in range(1, tree.budget + 1):
-            prediction = predict(inputs, counts)
-            selected = inputs.rule.select(states == MASKED, chain_order(prediction.confidence[:, 0]))
-            states = torch.where(selected, prediction.first[:, 0], states)
-            grows = grows & (num_masked(states) > 0)
-            if not bool(grows.any()):
-                return
-            probabilities = prediction.first_probability[:, 0].double()
-            log_mass = log_mass + torch.where(selected, probabilities.log(), 0.0).sum(dim=-1)
-            tree.tokens[:, depth] = states
-            tree.hashes[:, depth] = state_hashes(states)
-            tree.parents[:, depth] = depth - 1
-            tree.depths[:, depth] = depth
-            tree.log_mass[:, depth] = log_mass
-            tree.num_nodes[grows] = depth + 1
-            counts = counts + selected.sum(dim=-1, keepdim=True)
+
+        def choose_step(states: Tensor, prediction: Prediction, depth: int) -> tuple[Tensor, Tensor]:
+            order = chain_order(prediction.confidence[:, 0])
+            return inputs.rule.select(states == MASKED, order), prediction.first[:, 0]
+
+        grow_chain(inputs, tree, choose_step)
 
 
 def build() -> Drafter:

@@ -20,12 +20,17 @@ from dlmgrid.workers.items import Item, read_items
 class FakeMethod:
     name: str
     title: str
+    parameters: tuple[str, ...] = ()
+    file_key: str = ""
 
 
 METHODS = {
     "none": FakeMethod("none", "draft-free"),
     "ssd": FakeMethod("ssd", "chain"),
     "confidence_tree": FakeMethod("confidence_tree", "tree"),
+    "spiffy": FakeMethod("spiffy", "graph", ("graph",), "graph"),
+    "spot": FakeMethod("spot", "learned", ("checkpoint",), "checkpoint"),
+    "spot_gamma": FakeMethod("spot_gamma", "learned, floor", ("checkpoint", "gamma"), "checkpoint"),
 }
 
 

@@ -1,0 +1,112 @@
+"""``dlmgrid calibrate TRAJ --method spiffy|spot_gamma --out FILE``: what a drafter learns from recorded runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dlmgrid.workers.errors import InputError
+
+if TYPE_CHECKING:
+    from dlmgrid.workers.trajectories.trajectory import Trajectory
+
+METHODS = ("spiffy", "spot_gamma")
+
+
+def command(
+    trajectories: Annotated[
+        Path, typer.Argument(metavar="TRAJ", help="Folder of dlmgrid record, of a calibration set.")
+    ],
+    method: Annotated[str, typer.Option("--method", help="spiffy or spot_gamma.")],
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write; spiffy draws FILE.svg beside it.")],
+    budget: Annotated[int, typer.Option(min=1, help="Nodes of the graph; the budget γ is chosen at.")] = 20,
+    selection: Annotated[
+        str, typer.Option(help="Spiffy: marginal_gain, connected_count or degree_1.")
+    ] = "marginal_gain",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="SPOT-γ: the order model, a file or `reference`.")
+    ] = None,
+    max_rise: Annotated[
+        float, typer.Option(min=0, help="SPOT-γ: forwards a generation that the floor may cost.")
+    ] = 4.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Take only the runs recorded at this temperature.")
+    ] = None,
+) -> None:
+    """Calibrate a drafter on recorded draft-free runs. Runs of test items are refused."""
+    if method not in METHODS:
+        raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
+    if out.suffix != ".json" or not out.parent.is_dir():
+        raise InputError(f"--out {out}: give a .json file in a folder that exists")
+    if method == "spot_gamma" and checkpoint is None:
+        raise InputError("--method spot_gamma needs --checkpoint, the order model that drafts")
+    from dlmgrid.workers.trajectories.trajectory import load_trajectories
+
+    runs = [
+        run
+        for run in load_trajectories(trajectories)
+        if temperature is None or run.temperature == temperature
+    ]
+    if not runs and temperature is not None:
+        raise InputError(f"{trajectories}: nothing is recorded at temperature {temperature:g}")
+    if checkpoint is None:
+        _calibrate_spiffy(runs, out, budget, selection)
+    else:
+        _calibrate_gamma(runs, out, budget, checkpoint, max_rise)
+
+
+def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, selection: str) -> None:
+    from dlmgrid.workers.drafting.spiffy_calibration import calibrate_graph
+    from dlmgrid.workers.drafting.spiffy_graph import save_graph
+    from dlmgrid.workers.drafting.spiffy_picture import save_picture
+
+    graph = calibrate_graph(runs, budget=budget, selection=selection)
+    save_graph(graph, out)
+    save_picture(graph, out.with_suffix(".svg"))
+    typer.echo(
+        f"wrote {out} and {out.with_suffix('.svg')}: {len(graph.nodes)} nodes by {selection} from {graph.num_roots} "
+        f"roots ({graph.fingerprint}); in a grid: {{name: spiffy, graph: {out}}}"
+    )
+
+
+def _calibrate_gamma(
+    runs: Sequence[Trajectory], out: Path, budget: int, checkpoint: str, max_rise: float
+) -> None:
+    from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
+    from dlmgrid.workers.drafting.gamma_calibration import choose_gamma, sweep_gamma
+    from dlmgrid.workers.drafting.order_checkpoint import (
+        find_order_checkpoint,
+        load_order_model,
+        read_order_checkpoint,
+    )
+
+    check_calibration(runs)
+    file = read_order_checkpoint(find_order_checkpoint(checkpoint))
+    points = sweep_gamma(runs, load_order_model(file.path), budget=budget)
+    for point in points:
+        typer.echo(
+            f"gamma {point.gamma:<5g} forwards {point.forwards:7.2f}  drafted {point.drafted_nodes:8.1f}"
+        )
+    chosen = choose_gamma(points, max_rise)
+    if chosen is None:
+        raise InputError(
+            f"every floor costs more than {max_rise:g} forwards a generation at budget {budget}; raise --max-rise"
+        )
+    record = {
+        "method": "spot_gamma",
+        "gamma": chosen.gamma,
+        "budget": budget,
+        "max_rise": max_rise,
+        "order_model": file.fingerprint,
+        "sweep": [asdict(point) for point in points],
+        "calibration": describe_calibration(runs),
+    }
+    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    typer.echo(
+        f"wrote {out}; in a grid: {{name: spot_gamma, checkpoint: {checkpoint}, gamma: {chosen.gamma:g}}}"
+    )

@@ -1,0 +1,225 @@
+"""Replay of a grid on a recorded folder: what is refused before work, what is written, and what live decoding says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dlmgrid.cluster.cells import make_cells
+from dlmgrid.cluster.grid import Grid, parse_grid
+from dlmgrid.cluster.plan import UnitSettings, plan_chains
+from dlmgrid.cluster.replay import plan_replay, read_recorded, replay_grid, summarise
+from dlmgrid.cluster.run import look_up, refuse_unrecorded
+from dlmgrid.cluster.sources import installed_sources
+from dlmgrid.cluster.store import Store
+from dlmgrid.jobs import diagnose
+from dlmgrid.jobs.replay import command
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
+from dlmgrid.workers.trajectories.plan import ReplayPlan
+from dlmgrid.workers.unit_runner import UnitRunner
+
+GRID: dict[str, Any] = {
+    "name": "recorded",
+    "models": ["reference"],
+    "benchmarks": [{"name": "words", "gen_length": 8}],
+    "temperatures": [0, 1],
+    "methods": ["none", "ssd", "oracle_position"],
+    "budgets": [4],
+    "limit": 2,
+}
+
+
+def make_grid(**changes: Any) -> Grid:
+    return parse_grid(yaml.safe_dump(GRID | changes), "grid.yaml")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder recorded without Ray: two items at T = 0 and T = 1."""
+    out = tmp_path_factory.mktemp("recorded")
+    store, sources = Store(out), installed_sources()
+    store.create()
+    grid = make_grid(methods=["none"])
+    asked = look_up(grid, sources, data=None, limit=None)
+    for questions in asked.questions:
+        store.write_inputs(questions.file_name, questions.items)
+    fingerprints = {str(model.folder): sources.weight_fingerprint(model.folder) for model in asked.models}
+    works = make_cells(grid, asked.models, asked.questions, fingerprints, store.inputs)
+    settings = UnitSettings(
+        run_id="test", device="cpu", trajectories=str(store.trajectories), items_per_unit=1
+    )
+    runner = UnitRunner(actor="test")
+    for chain in plan_chains(works, store, settings):
+        assert chain.reference is not None
+        unit = replace(chain.reference, output=str(store.staging / f"{chain.reference.unit_key}.parquet"))
+        assert store.commit([(unit, runner.run(unit))]) == {}
+    refuse_unrecorded(store, works)
+    return out
+
+
+def plan(recorded: Path, out: Path, *, num_verified: int = 0, **changes: Any) -> ReplayPlan:
+    works = plan_replay(
+        make_grid(**changes),
+        installed_sources(),
+        recorded,
+        read_recorded(recorded),
+        num_verified=num_verified,
+    )
+    return ReplayPlan(
+        trajectories=str(recorded), out=str(out / "replays"), works=works, num_verified=num_verified
+    )
+
+
+def test_rows_of_every_cell_are_written_and_agree_with_live_decoding(recorded: Path, tmp_path: Path) -> None:
+    asked = plan(recorded, tmp_path, num_verified=1)
+    replay_grid(asked)
+    files = sorted((tmp_path / "replays").iterdir())
+    assert [path.stem for path in files] == sorted(work.cell.cell_key for work in asked.works)
+    rows = [row for path in files for row in pq.read_table(path, schema=REPLAYS).to_pylist()]
+    assert len(rows) == 2 * 3 * 2
+    for row in rows:
+        assert row["nfe_total"] == row["nfe_prefill"] + row["nfe_denoise"] + row["nfe_commit"]
+        assert row["rounds"] == len(row["accepted"]) == row["nfe_denoise"]
+        assert row["nfe_reference"] - row["nfe_total"] == sum(row["accepted"])
+        if row["method"] == "none":
+            assert row["nfe_total"] == row["nfe_reference"]
+    first = min(row["item_id"] for row in rows)
+    live = {(row["method"], row["item_id"] == first): row["agrees_with_live"] for row in rows}
+    assert {key: live[key] for key in live if key[0] == "oracle_position"} == {
+        ("oracle_position", True): None, ("oracle_position", False): None,
+    }  # fmt: skip
+    assert sum(row["agrees_with_live"] is True for row in rows) == 4
+    for summary in summarise(asked):
+        assert summary.num_rows == 2
+        assert (
+            summary.num_agreeing == summary.num_live == (0 if summary.cell.method == "oracle_position" else 1)
+        )
+        assert (summary.nfe_ratio > 1) == (summary.cell.method != "none")
+
+
+def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(yaml.safe_dump(GRID | {"temperatures": [0], "methods": ["none"]}))
+
+    def replay_with_a_fault(asked: ReplayPlan) -> None:
+        from dlmgrid.workers.trajectories import replay_process
+
+        replay_cells = replay_process.replay_cells
+
+        def faulty(*arguments: Any) -> list[list[dict[str, Any]]]:
+            cells = replay_cells(*arguments)
+            cells[0][0]["rows_computed"] += 1
+            return cells
+
+        monkeypatch.setattr(replay_process, "replay_cells", faulty)
+        replay_process.run_plan(asked)
+
+    monkeypatch.setattr("dlmgrid.jobs.replay.replay_grid", replay_with_a_fault)
+    assert command(recorded, grid, tmp_path / "out", verify=2) == 4
+    assert "1 of 2 rows decoded live agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ["smollm2-135m-bd32"]}, "model 'smollm2-135m-bd32' (recorded: 'reference')"),
+        ({"temperatures": [0, 1.5]}, "temperature 1.5 (recorded: 1.0)"),
+        ({"seed": 3}, "seed 3 (recorded: 0)"),
+        ({"noise": "per_position", "temperatures": [1]}, "noise 'per_position' (recorded: 'commit_count')"),
+        ({"decoder": {"name": "static", "commits_per_step": 2}}, "commits_per_step 2 (recorded: 1)"),
+        ({"decoder": {"name": "threshold", "threshold": 0.9}}, "decoder 'threshold' (recorded: 'static')"),
+        ({"gen_length": 16, "benchmarks": ["words"]}, "gen_length 16 (recorded: 8)"),
+        ({"repeats": 2}, "lacks repeat 1"),
+        ({"methods": ["oracle_positon"]}, "did you mean 'oracle_position'?"),
+        ({"verification": "greedy_match"}, "greedy_match leaves the serialized path"),
+    ],
+)
+def test_what_was_not_recorded_is_refused_before_work(
+    recorded: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        plan(recorded, tmp_path, **changes)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_that_looks_ahead_cannot_run_live() -> None:
+    with pytest.raises(InputError, match="'oracle_token' looks ahead, so it exists in replay only"):
+        look_up(make_grid(methods=["oracle_token"]), installed_sources(), data=None, limit=None)
+
+
+def test_diagnose_prints_and_stores_every_quantity(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(recorded, out)
+    diagnose.command(out)
+    printed = capsys.readouterr().out
+    rows = pq.read_table(out / "diagnoses.parquet", schema=DIAGNOSES).to_pylist()
+    assert {row["quantity"] for row in rows if row["temperature"] == 1} == set(diagnose.TITLES)
+    assert {row["quantity"] for row in rows if row["temperature"] == 0} == set(diagnose.TITLES) - {
+        "argmax_share"
+    }
+    for title in diagnose.TITLES.values():
+        assert title in printed
+    for row in rows:
+        assert row["count"] > 0
+        assert row["value"] >= 1 if row["quantity"].endswith("_cut") else 0 <= row["value"] <= 1
+    whole = next(row for row in rows if row["quantity"] == "stale_token_hit" and row["block"] is None)
+    blocks = [
+        row
+        for row in rows
+        if row["quantity"] == "stale_token_hit"
+        and row["block"] is not None
+        and row["cell_key"] == whole["cell_key"]
+    ]
+    assert whole["count"] == sum(row["count"] for row in blocks)
+
+
+def test_a_folder_that_is_not_whole_is_refused_before_work(recorded: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no trajectories"):
+        read_recorded(tmp_path)
+    out = tmp_path / "copy"
+    shutil.copytree(recorded, out)
+    first, *_ = sorted((out / "trajectories").iterdir())
+    content = first.read_bytes()
+    first.write_bytes(content[:-100])
+    with pytest.raises(InputError, match="not a whole trajectory file"):
+        read_recorded(out)
+    first.unlink()
+    with pytest.raises(InputError, match="is missing, so its unit has no trajectories"):
+        read_recorded(out)
+
+
+def test_a_limit_takes_the_first_items_in_the_order_of_the_benchmark(recorded: Path, tmp_path: Path) -> None:
+    (inputs,) = (recorded / "inputs").iterdir()
+    first = inputs.read_text().splitlines()[0]
+    for work in plan(recorded, tmp_path, limit=1).works:
+        assert len(work.keys) == 1
+        assert f'"item_id": "{work.keys[0].item_id}"' in first
+
+
+def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(
+    write_grid: Callable[..., Path],
+    make_works: Callable[..., Any],
+    run_units: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    works = make_works(write_grid(methods=["none"]), out)
+    store = Store(out)
+    refuse_unrecorded(store, works)
+    run_units(store, plan_chains(works, store, UnitSettings(run_id="test", device="cpu")))
+    with pytest.raises(InputError, match="were not recorded; choose another --out"):
+        refuse_unrecorded(store, works)

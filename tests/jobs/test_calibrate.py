@@ -1,0 +1,78 @@
+"""``calibrate`` and ``train-order``: from a recording to a file that a grid can name, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlmgrid.jobs import calibrate, train_order
+from dlmgrid.workers.drafting.order_checkpoint import read_order_checkpoint
+from dlmgrid.workers.drafting.spiffy_graph import load_graph
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.testing.tiny_runs import record_tiny_runs
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "runs.parquet"
+    record_tiny_runs(path, 16, gen_length=8)
+    return path
+
+
+def test_an_order_model_is_trained_and_a_floor_chosen_for_it(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "order.safetensors"
+    train_order.command(recorded, out, steps=4, batch_size=8, evaluate_every=2)
+    card = read_order_checkpoint(out).card
+    assert card["trained_on"]["items"] == {"words_train": 16}
+    assert card["steps_taken"] == 4 and len(card["held_out_loss_by_step"]) == 2
+    assert (
+        json.loads(out.with_suffix(".json").read_text())["fingerprint"]
+        == read_order_checkpoint(out).fingerprint
+    )
+    assert not out.with_suffix(".state").exists(), "the state of a finished training is removed"
+    printed = capsys.readouterr().out
+    assert f"{{name: spot, checkpoint: {out}}}" in printed and "stale-confidence order" in printed
+
+    chosen = tmp_path / "gamma.json"
+    calibrate.command(recorded, "spot_gamma", chosen, budget=6, checkpoint=str(out))
+    record = json.loads(chosen.read_text())
+    assert record["order_model"] == read_order_checkpoint(out).fingerprint
+    assert record["gamma"] in [point["gamma"] for point in record["sweep"]]
+    assert f"gamma: {record['gamma']:g}}}" in capsys.readouterr().out
+
+
+def test_a_graph_is_calibrated_and_drawn(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "graph.json"
+    calibrate.command(recorded, "spiffy", out, budget=8)
+    graph = load_graph(out)
+    assert (len(graph.nodes), graph.selection, graph.budget) == (8, "marginal_gain", 8)
+    assert out.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written(
+    recorded: Path, tmp_path: Path
+) -> None:
+    scored = tmp_path / "scored.parquet"
+    record_tiny_runs(scored, 4, benchmark="gsm8k")
+    graph, order = tmp_path / "graph.json", tmp_path / "order.safetensors"
+    with pytest.raises(InputError, match="is of 'gsm8k', which is no calibration set"):
+        calibrate.command(scored, "spiffy", graph)
+    with pytest.raises(InputError, match="is of 'gsm8k', which is no calibration set"):
+        train_order.command(scored, order)
+    with pytest.raises(InputError, match="--method 'ssd' is not calibrated"):
+        calibrate.command(recorded, "ssd", graph)
+    with pytest.raises(InputError, match="needs --checkpoint"):
+        calibrate.command(recorded, "spot_gamma", graph)
+    with pytest.raises(InputError, match=r"give a \.json file"):
+        calibrate.command(recorded, "spiffy", order)
+    with pytest.raises(InputError, match=r"is a \.safetensors file"):
+        train_order.command(recorded, graph)
+    with pytest.raises(InputError, match="nothing is recorded at temperature 1"):
+        calibrate.command(recorded, "spiffy", graph, temperature=1.0)
+    with pytest.raises(InputError, match="does not exist; make it first"):
+        train_order.command(recorded, tmp_path / "none" / "order.safetensors")
+    assert not graph.exists() and not order.exists()

@@ -1,0 +1,90 @@
+"""Diagnosis, held against a count by hand over the recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlmgrid.workers.trajectories.diagnosis import MAX_DEPTH, Diagnosis, Quantity
+from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
+
+
+def diagnosed(trajectories: list[Trajectory]) -> dict[Quantity, tuple[float, int]]:
+    found = Diagnosis()
+    for trajectory in trajectories:
+        found.add_batch(ReplayBatch([trajectory]))
+    return {quantity: (value, count) for quantity, value, count in found.values()}
+
+
+def blocks_of(trajectory: Trajectory) -> list[list[int]]:
+    """The steps of each block."""
+    starts = trajectory.block_starts.tolist()
+    return [[step for step, start in enumerate(starts) if start == block] for block in sorted(set(starts))]
+
+
+def share(hits: list[bool]) -> tuple[float, int]:
+    return pytest.approx(sum(hits) / len(hits)), len(hits)
+
+
+def test_greedy_quantities_equal_a_count_by_hand(record: Callable[..., Any]) -> None:
+    trajectories = list(load_trajectories(record(decoder="static").path))
+    tokens: list[bool] = []
+    runs: list[bool] = []
+    orders: dict[int, list[bool]] = {depth: [] for depth in range(1, MAX_DEPTH + 1)}
+    second_block: list[bool] = []
+    for trajectory in trajectories:
+        for block, steps in enumerate(blocks_of(trajectory)):
+            for step in steps[1:]:
+                ((position, token),) = trajectory.commits[step]
+                tokens.append(int(trajectory.token_ids[step - 1, position, 0]) == token)
+                if block == 1:
+                    second_block.append(tokens[-1])
+                ahead = [
+                    commit for later in steps[steps.index(step) :] for commit in trajectory.commits[later]
+                ]
+                if len(ahead) >= 8:
+                    runs.append(
+                        all(
+                            token in trajectory.token_ids[step - 1, position, :8].tolist()
+                            for position, token in ahead[:8]
+                        )
+                    )
+            for depth, hits in orders.items():
+                for step in steps[depth:]:
+                    confidence = trajectory.probabilities[step - depth, :, 0]
+                    masked = [at for at in range(trajectory.block_length) if trajectory.states[step, at] < 0]
+                    likeliest = max(masked, key=lambda at: (float(confidence[at]), at))
+                    hits.append(likeliest == trajectory.commits[step][0][0])
+    found = diagnosed(trajectories)
+    assert found[Quantity("stale_token_hit", None)] == share(tokens)
+    assert found[Quantity("stale_token_hit", 1)] == share(second_block)
+    assert found[Quantity("top8_coverage", None)] == share(runs)
+    for depth, hits in orders.items():
+        assert found[Quantity("order_hit", None, depth)] == share(hits)
+    assert Quantity("argmax_share", None) not in found
+
+
+def test_the_argmax_share_is_that_of_sampled_commits(record_tiny: Callable[..., Any]) -> None:
+    trajectories = list(load_trajectories(record_tiny(temperature=1.0).path))
+    hits = [
+        int(trajectory.token_ids[step, position, 0]) == token
+        for trajectory in trajectories
+        for step, commits in enumerate(trajectory.commits)
+        for position, token in commits
+    ]
+    found = diagnosed(trajectories)
+    assert found[Quantity("argmax_share", None)] == share(hits)
+    assert 0 < sum(hits) < len(hits)
+
+
+def test_oracle_cuts_are_ratios_of_all_forwards(record_tiny: Callable[..., Any]) -> None:
+    recording = record_tiny()
+    trajectories = list(load_trajectories(recording.path))
+    found = diagnosed(trajectories)
+    serialized = sum(row["nfe_total"] for row in recording.decode(recording.cell()))
+    value, count = found[Quantity("oracle_position_cut", None, None, 8)]
+    assert count == len(trajectories)
+    assert 1 < value <= serialized / sum(row["nfe_commit"] * 2 for row in recording.decode(recording.cell()))

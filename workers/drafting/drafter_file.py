@@ -1,0 +1,72 @@
+"""The learned or calibrated part of a method as a file: found, checked and identified before a model loads.
+
+A run keeps a copy of every such file in its output folder under the fingerprint, so that ``check`` and a later
+resume decode with the very drafter that the rows name. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.drafting.catalog import MethodInfo, get_method
+from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
+from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, load_graph
+
+SUFFIXES = {"order_model": ".safetensors", "draft_graph": ".json"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterFile:
+    """A checked file. ``graph`` is the draft graph that it holds, None for an order model."""
+
+    path: Path
+    fingerprint: str
+    graph: DraftGraph | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in the ``drafters`` folder of a run."""
+        return self.fingerprint + SUFFIXES["order_model" if self.graph is None else "draft_graph"]
+
+
+def read_drafter_file(method: MethodInfo, path: Path) -> DrafterFile:
+    """Check the file of a method that has one. Raises InputError for a missing, damaged or foreign file."""
+    if method.reads == "draft_graph":
+        graph = load_graph(path)
+        return DrafterFile(path=path, fingerprint=graph.fingerprint, graph=graph)
+    return DrafterFile(path=path, fingerprint=read_order_checkpoint(path).fingerprint)
+
+
+def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
+    """The checked file that a grid names for ``method``; see :func:`read_drafter_file`."""
+    if method.reads == "order_model":
+        return read_drafter_file(method, find_order_checkpoint(name))
+    return read_drafter_file(method, Path(name).expanduser().absolute())
+
+
+def misfit(graph: DraftGraph, cell: Cell) -> str | None:
+    """Why a graph cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
+    key = graph.key
+    for name in ("decoder", "commits_per_step", "threshold", "temperature", "block_length", "noise"):
+        if name == "noise" and cell.temperature == 0:
+            continue
+        wanted, found = getattr(cell, name), getattr(key, name)
+        if wanted != found:
+            return f"it was calibrated for {name} {found}, the cell has {wanted}"
+    if cell.weight_fingerprint and cell.weight_fingerprint != key.weight_fingerprint:
+        return (
+            f"it was calibrated on other weights ({key.weight_fingerprint or 'unknown'}) than model {cell.model!r} "
+            f"has ({cell.weight_fingerprint})"
+        )
+    if cell.method == "spiffy" and cell.budget > graph.budget:
+        return f"it was calibrated for {graph.budget} nodes, the budget is {cell.budget}"
+    return None
+
+
+def stored_drafter(folder: Path, cell: Cell) -> str:
+    """The path of a cell's drafter in the ``drafters`` folder of a run, "" where it has none."""
+    if not cell.drafter_fingerprint:
+        return ""
+    return str(folder / (cell.drafter_fingerprint + SUFFIXES[get_method(cell.method).reads]))

@@ -1,0 +1,1 @@
+"""Recorded draft-free runs: what they hold, how they are recorded, replayed with drafters, and diagnosed."""

@@ -1,0 +1,69 @@
+"""Diagnose a recorded folder: ``python -m dlmgrid.workers.trajectories.diagnose_process TRAJ OUT``. No model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dlmgrid import __version__
+from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.errors import DlmgridError
+from dlmgrid.workers.tables import DIAGNOSES, to_table, write_table
+from dlmgrid.workers.trajectories.diagnosis import Diagnosis
+from dlmgrid.workers.trajectories.files import files_by_cell
+from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.trajectory import load_trajectories
+
+
+def diagnosis_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``tables.DIAGNOSES`` for every cell of a recorded folder.
+
+    Raises InputError for a folder without whole trajectories.
+    """
+    rows: list[dict[str, Any]] = []
+    for cell_key, files in files_by_cell(path).items():
+        found = Diagnosis()
+        cell: Cell | None = None
+        for file in files:
+            batch = ReplayBatch(list(load_trajectories(file)))
+            found.add_batch(batch)
+            cell = batch.cell
+        assert cell is not None, cell_key
+        settings = cell.to_dict() | {
+            "cell_key": cell_key,
+            "seed": str(cell.seed),
+            "product_version": __version__,
+        }
+        for quantity, value, count in found.values():
+            rows.append(
+                settings
+                | {
+                    "quantity": quantity.name,
+                    "block": quantity.block,
+                    "depth": quantity.depth,
+                    "oracle_budget": quantity.oracle_budget,
+                    "value": value,
+                    "count": count,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """The command of the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trajectories", type=Path, metavar="TRAJ")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    arguments = parser.parse_args()
+    try:
+        table = to_table(DIAGNOSES, diagnosis_rows(arguments.trajectories))
+    except DlmgridError as error:
+        parser.exit(2, f"error: {error}\n")
+    partial = arguments.out.with_name(arguments.out.name + ".part")
+    write_table(str(partial), table)
+    partial.replace(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Trajectory files on disk: which there are, what they hold, and whether they are whole. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dlmgrid.workers.cell import CELL_FIELDS, Cell
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.tables import TRAJECTORIES, check_schema
+from dlmgrid.workers.units import Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedGeneration:
+    """One generation of a recorded folder, by its identity."""
+
+    cell: Cell
+    key: Key
+    num_steps: int
+
+
+def trajectory_files(path: Path) -> list[Path]:
+    """The trajectory files of a recorded folder, or ``path`` itself when it is a file.
+
+    A file counts once its unit is committed: ``generations/`` then holds a file of the same name.
+
+    Raises:
+        InputError: nothing is recorded there, or a committed draft-free unit has no trajectory file.
+    """
+    if path.is_file():
+        return [path]
+    folder = path / "trajectories"
+    if not folder.is_dir():
+        raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
+    files = []
+    for generations in sorted((path / "generations").glob("*.parquet")):
+        file = folder / generations.name
+        if file.exists():
+            files.append(file)
+        elif _has_draft_free_rows(generations):
+            raise InputError(
+                f"{file} is missing, so its unit has no trajectories; record again into a new folder"
+            )
+    if not files:
+        raise InputError(f"{path} holds no finished trajectories; run dlmgrid record GRID --out {path} again")
+    return files
+
+
+def _has_draft_free_rows(generations: Path) -> bool:
+    rows = pq.read_table(generations, columns=["method", "generated_tokens"]).to_pylist()
+    return any(row["method"] == "none" and row["generated_tokens"] is not None for row in rows)
+
+
+def open_trajectories(path: Path) -> pq.ParquetFile:
+    """One trajectory file, its schema checked. Raises InputError for one that is truncated or of another version."""
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(
+            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record it again"
+        ) from error
+    check_schema(str(path), file, TRAJECTORIES)
+    return file
+
+
+def read_generation(
+    path: Path, file: pq.ParquetFile, group: int, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """One row group: the steps of one generation. Raises InputError when it is damaged."""
+    try:
+        return file.read_row_group(group, columns=columns).combine_chunks()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(
+            f"{path}: damaged at generation {group + 1} ({' '.join(str(error).split())}); record it again"
+        ) from error
+
+
+def files_by_cell(path: Path) -> dict[str, list[Path]]:
+    """The trajectory files of a recorded folder by the ``cell_key`` of the one cell each holds."""
+    found: dict[str, list[Path]] = {}
+    for file_path in trajectory_files(path):
+        file = open_trajectories(file_path)
+        if file.num_row_groups:
+            cell_key = read_generation(file_path, file, 0, ["cell_key"])["cell_key"][0].as_py()
+            found.setdefault(cell_key, []).append(file_path)
+    return found
+
+
+def recorded_generations(path: Path) -> Iterator[RecordedGeneration]:
+    """What a recorded folder holds, from the columns that name it; no step is read.
+
+    Raises InputError for what :func:`trajectory_files` and :func:`open_trajectories` refuse.
+    """
+    columns = [*CELL_FIELDS, "item_id", "repeat", "num_steps"]
+    for file_path in trajectory_files(path):
+        file = open_trajectories(file_path)
+        for group in range(file.num_row_groups):
+            row: dict[str, Any] = read_generation(file_path, file, group, columns).slice(0, 1).to_pylist()[0]
+            settings = {name: row[name] for name in CELL_FIELDS} | {"seed": int(row["seed"])}
+            yield RecordedGeneration(
+                cell=Cell.from_dict(settings),
+                key=Key(row["item_id"], row["repeat"]),
+                num_steps=row["num_steps"],
+            )

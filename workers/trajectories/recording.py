@@ -1,0 +1,130 @@
+"""Recording: every step of a draft-free decode, kept per generation and written as one Parquet file a unit.
+
+A file has one row group a generation, so that reading needs the memory of one. It is written before the unit's
+rows are, under a name that follows from the unit, hence a committed unit always has its trajectories and doing it
+again replaces them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.decoding.decoder import Prompt
+from dlmgrid.workers.decoding.verification import SeenStep
+from dlmgrid.workers.tables import TRAJECTORIES
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One step of one sample; m masked positions. The names are those of the table's columns."""
+
+    block_start: int
+    commit_count: int
+    state: _Array  # int32 [L]
+    token_ids: _Array  # int32 [m * 32]
+    probabilities: _Array  # fp32 [m * 32]
+    entropy: _Array  # fp32 [m]
+    tail_mass: _Array
+    log_tempered_mass: _Array
+    commit_positions: _Array  # int32 [commits]
+    commit_tokens: _Array
+
+
+class TrajectoryRecorder:
+    """Keeps the steps of the prompts it is shown; a prompt that starts again is recorded anew."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], list[_Step]] = {}
+        self._prompts: dict[tuple[str, int], Prompt] = {}
+
+    def start(self, prompt: Prompt) -> None:
+        """A prompt begins."""
+        self._steps[prompt.item_id, prompt.repeat] = []
+        self._prompts[prompt.item_id, prompt.repeat] = prompt
+
+    def record(self, prompts: Sequence[Prompt], block_starts: Tensor, step: SeenStep) -> None:
+        """Keep one transition of each sample of a round."""
+        summary = step.summary
+        row_of = step.row_of.cpu().numpy()
+        token_ids, probabilities = _numpy(summary.token_ids, np.int32), _numpy(summary.probabilities)
+        entropy, tail = _numpy(summary.entropy), _numpy(summary.tail_mass)
+        log_tempered = _numpy(summary.log_tempered_mass)
+        states, following = _numpy(step.states), _numpy(step.following)
+        for index, sample in enumerate(step.samples.tolist()):
+            prompt, rows = prompts[sample], row_of == index
+            committed = np.flatnonzero(states[index] != following[index]).astype(np.int32)
+            self._steps[prompt.item_id, prompt.repeat].append(
+                _Step(
+                    block_start=int(block_starts[sample]),
+                    commit_count=int(step.commit_counts[index]),
+                    state=states[index].copy(),
+                    token_ids=token_ids[rows].reshape(-1),
+                    probabilities=probabilities[rows].reshape(-1),
+                    entropy=entropy[rows],
+                    tail_mass=tail[rows],
+                    log_tempered_mass=log_tempered[rows],
+                    commit_positions=committed,
+                    commit_tokens=following[index][committed],
+                )
+            )
+
+    def write(self, path: Path, cell: Cell, keys: Sequence[tuple[str, int]]) -> None:
+        """Write the generations of ``keys`` (item, repeat), whole or not at all.
+
+        Raises KeyError for a key that was never decoded.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".part")
+        with pq.ParquetWriter(partial, TRAJECTORIES, compression="zstd", version="2.6") as writer:
+            for key in keys:
+                table = _table(cell, self._prompts[key], self._steps[key])
+                writer.write_table(table, row_group_size=max(1, table.num_rows))
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def _numpy(values: Tensor, dtype: Any = None) -> _Array:
+    array: _Array = values.cpu().numpy()
+    return array if dtype is None else array.astype(dtype)
+
+
+def _table(cell: Cell, prompt: Prompt, steps: Sequence[_Step]) -> pa.Table:
+    constant: Mapping[str, Any] = cell.to_dict() | {
+        "cell_key": cell.cell_key,
+        "seed": str(cell.seed),
+        "item_id": prompt.item_id,
+        "repeat": prompt.repeat,
+        "prompt_tokens": len(prompt.token_ids),
+        "num_steps": len(steps),
+    }
+    columns = []
+    for field in TRAJECTORIES:
+        if field.name in constant:
+            columns.append(pa.repeat(pa.scalar(constant[field.name], field.type), len(steps)))
+        elif field.name == "step":
+            columns.append(pa.array(range(len(steps)), field.type))
+        elif pa.types.is_list(field.type):
+            columns.append(_lists([getattr(step, field.name) for step in steps], field.type))
+        else:
+            columns.append(pa.array([getattr(step, field.name) for step in steps], field.type))
+    return pa.Table.from_arrays(columns, schema=TRAJECTORIES)
+
+
+def _lists(arrays: Sequence[_Array], kind: pa.DataType) -> pa.Array:
+    """A list column from one array a row, without going through Python numbers."""
+    offsets = np.concatenate(([0], np.cumsum([len(array) for array in arrays]))).astype(np.int32)
+    values = pa.array(np.concatenate(arrays), kind.value_type)
+    return pa.ListArray.from_arrays(offsets, values, type=kind)
