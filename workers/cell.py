@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 SCHEMA_OF_KEYS = 1
+# The method, and the claim, of texts that were made elsewhere.
+IMPORTED = "imported"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,8 @@ class Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
         three verification modes accept the same states and no noise is read, whatever its keying."""
         cell = self
+        if cell.method == IMPORTED:
+            return cell
         if cell.method == "none" or cell.budget == 0:
             cell = replace(
                 cell,
@@ -79,12 +83,16 @@ class Cell:
 
     @property
     def is_reference(self) -> bool:
+        """Whether this is a draft-free cell. Imported texts are not: nothing is known of their decoding."""
         return self.canonical() == self.reference()
 
     @property
     def claim(self) -> str:
-        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``."""
+        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``;
+        ``imported`` where the text was made elsewhere."""
         cell = self.canonical()
+        if cell.method == IMPORTED:
+            return IMPORTED
         approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"
