@@ -221,7 +221,9 @@ def _cell_report(
     scores: Sequence[Mapping[str, Any]],
 ) -> CellReport:
     done = [row for row in rows if row["generated_tokens"] is not None]
-    num_failed = sum(row["error"] is not None for row in rows) if cell.claim == IMPORTED else len(rows) - len(done)
+    num_failed = (
+        sum(row["error"] is not None for row in rows) if cell.claim == IMPORTED else len(rows) - len(done)
+    )
     pairs = []
     for row in done:
         reference = references.get((row["reference_key"], row["item_id"]))

@@ -17,15 +17,16 @@ request is then decoded a second time by the serialized run, draft-free and alon
 from __future__ import annotations
 
 import difflib
-import logging
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import lm_eval.models  # noqa: F401 - lm-eval registers its own models only while its registry is empty
+import torch
 import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -48,8 +49,6 @@ from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
 from dlmgrid.workers.tokenization import chat_template_source, load_tokenizer
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import WorkUnit
-
-logger = logging.getLogger(__name__)
 
 ORIGIN = "lm-eval"
 DEFAULT_IN_FLIGHT = 8
@@ -75,6 +74,9 @@ class DlmgridLM(LM):
     Raises:
         InputError: an argument is unknown or impossible, or the checkpoint is missing or unfit.
     """
+
+    # Answers of this process that claim to be exact and are not; lm-eval keeps no hold of the model it makes.
+    num_broken_claims: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -120,6 +122,8 @@ class DlmgridLM(LM):
                 batch_size if isinstance(batch_size, int) and batch_size > 1 else DEFAULT_IN_FLIGHT
             )
         self._device_name = device or "cpu"
+        if self._device_name.startswith("cuda") and not torch.cuda.is_available():
+            raise InputError(f"device {self._device_name}: torch finds no GPU here; pass --device cpu")
         values: dict[str, Any] = {
             "name": ORIGIN,
             "models": [
@@ -187,7 +191,7 @@ class DlmgridLM(LM):
             self.cache_hook.add_partial("generate_until", request.args, text)
             texts.append(text)
         if self._verify:
-            self._warn_of_mismatches(list(answers.values()))
+            self._report_verdicts(list(answers.values()))
         return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> NoReturn:
@@ -206,10 +210,10 @@ class DlmgridLM(LM):
             return self._encoder.render(Item(item_id=ORIGIN, messages=chat_history))
         *messages, last = chat_history
         if last["role"] != "assistant" or not messages:
-            raise InputError(f"chat: the last message is of the role {last['role']!r}, it cannot be continued")
-        return self._encoder.render(
-            Item(item_id=ORIGIN, messages=messages, assistant_prefix=last["content"])
-        )
+            raise InputError(
+                f"chat: the last message is of the role {last['role']!r}, it cannot be continued"
+            )
+        return self._encoder.render(Item(item_id=ORIGIN, messages=messages, assistant_prefix=last["content"]))
 
     @property
     def tokenizer_name(self) -> str:
@@ -255,17 +259,18 @@ class DlmgridLM(LM):
             **{f"num_{level}": sum(row[level] for row in checked) for level in _LEVELS},
         }
 
-    def _warn_of_mismatches(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _report_verdicts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Say on stderr how many answers differ from their serialized run, and where each of them does."""
         differing = [row for row in rows if not all(row[level] for level in _LEVELS)]
-        logger.info("%d answers compared with their serialized run, %d differ", len(rows), len(differing))
         for row in differing:
             levels = ", ".join(level.removeprefix("exact_") for level in _LEVELS if not row[level])
-            logger.warning(
-                "%s repeat %d differs from its serialized run in %s, first at step %s, position %s (lead of the "
-                "first choice there: %s)",
-                row["item_id"], row["repeat"], levels, row["first_divergence_step"],
-                row["first_divergence_position"], row["top2_margin"],
-            )  # fmt: skip
+            _say(
+                f"{row['item_id']} repeat {row['repeat']} differs from its serialized run in {levels}; first at "
+                f"step {row['first_divergence_step']}, position {row['first_divergence_position']} (lead of the "
+                f"first choice there: {row['top2_margin']})"
+            )
+        _say(f"{len(rows)} answers compared with their serialized run: {len(differing)} differ")
+        DlmgridLM.num_broken_claims += sum(row["claim"] == "exact" for row in differing)
 
     # --- decoding
 
@@ -327,6 +332,10 @@ def request_cells(grid: Grid, model: Model, fingerprint: str, batch: Batch) -> l
     at_temperature = grid.model_copy(update={"temperatures": [batch.sampling.temperature]})
     works = make_cells(at_temperature, [model], [asked], {str(model.folder): fingerprint}, Path())
     return [work.cell for work in works]
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _refuse(unknown: dict[str, Any]) -> None:

@@ -64,7 +64,9 @@ def parse_settings(settings: Mapping[str, Any], max_gen_toks: int) -> tuple[Samp
         temperature = 1.0
     for name, value in normal.items():
         if name not in _NEUTRAL:
-            raise InputError(f"generation setting {name!r} is not known to dlmgrid; remove it from gen_kwargs")
+            raise InputError(
+                f"generation setting {name!r} is not known to dlmgrid; remove it from gen_kwargs"
+            )
         if value not in _NEUTRAL[name]:
             raise InputError(
                 f"generation setting {name}={value!r} is not supported by dlmgrid, which samples from the whole "
