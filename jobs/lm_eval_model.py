@@ -275,14 +275,15 @@ class DlmgridLM(LM):
     # --- decoding
 
     def _check_fit(self, batch: Batch) -> None:
-        cell = self._cells(batch)[-1]
-        limit = self._model.shape.max_position_embeddings
+        shape, gen_length = self._model.shape, batch.sampling.gen_length
+        limit = shape.max_position_embeddings
+        block_length = self._model.entry.block_length or shape.block_length
         for item in batch.items.values():
             num_tokens = len(self._encoder.encode(item))
-            needed = canvas_length(num_tokens, cell.gen_length, cell.block_length)
+            needed = canvas_length(num_tokens, gen_length, block_length)
             if needed > limit:
                 raise InputError(
-                    f"request {item.item_id}: a prompt of {num_tokens} tokens and {cell.gen_length} new ones need "
+                    f"request {item.item_id}: a prompt of {num_tokens} tokens and {gen_length} new ones need "
                     f"{needed} positions, the model has {limit}; give fewer examples or a smaller max_gen_toks"
                 )
 

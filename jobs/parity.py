@@ -33,6 +33,12 @@ from dlmgrid.workers.exchange.lm_eval_samples import TASKS, load_task, stop_stri
 # EvalPlus' own bound on one program's two sets of tests, and on starting and on the reference solutions.
 SECONDS_PER_PROGRAM = 150
 SECONDS_TO_START = 600
+# EvalPlus' watchdog thread sleeps on for 20 s after the results are written; as a daemon it ends with the program.
+_EVALPLUS = (
+    "import functools, threading, evalplus.evaluate\n"
+    "threading.Thread = functools.partial(threading.Thread, daemon=True)\n"
+    "evalplus.evaluate.main()"
+)
 
 # (cell, item, repeat, metric)
 ValueKey = tuple[str, str, int, str]
@@ -167,7 +173,7 @@ def _run_evalplus(run_dir: Path, cell: CellAnswers, folder: Path, workers: int) 
     }
     words = [*evaluate_words(benchmark, str(file.path)), "--parallel", str(workers)]
     process = subprocess.run(
-        [sys.executable, "-m", "evalplus.evaluate", *words],
+        [sys.executable, "-c", _EVALPLUS, *words],
         cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         timeout=SECONDS_TO_START + SECONDS_PER_PROGRAM * file.num_answers,
     )  # fmt: skip
