@@ -3,7 +3,8 @@
 Scores the run, then gives the same texts to lm-eval's evaluator, through a model that replays them, and the
 exported samples to EvalPlus' command line, and prints every item whose value differs. Exit code 0: none does; 1:
 some do. EvalPlus' command line runs generated code under its own guard, so ``--confirm-run-unsafe-code`` is
-needed where the run has such answers.
+needed where the run has such answers. It is given the time limit of our second try, alone on the machine: its
+default of one second a test makes verdicts depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from lm_eval.evaluator import evaluate
 
 from dlmgrid.cluster.export import CellAnswers, export_run, read_cells
 from dlmgrid.cluster.report import load_scores
+from dlmgrid.workers.benchmarks.evalplus_check import MIN_TIME_LIMIT_SECONDS
 from dlmgrid.workers.benchmarks.lm_eval_task import cut_at_stop_strings
 from dlmgrid.workers.benchmarks.scoring import score_run
+from dlmgrid.workers.benchmarks.verdict import ALONE
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.exchange.evalplus_samples import DATASETS, PROBLEM_VARIABLES, evaluate_words
 from dlmgrid.workers.exchange.lm_eval_samples import TASKS, load_task, stop_strings
@@ -172,6 +175,7 @@ def _run_evalplus(run_dir: Path, cell: CellAnswers, folder: Path, workers: int) 
         "XDG_CACHE_HOME": str(folder / "cache"),  # where EvalPlus keeps expected outputs, by the problem file
     }
     words = [*evaluate_words(benchmark, str(file.path)), "--parallel", str(workers)]
+    words += ["--min_time_limit", str(MIN_TIME_LIMIT_SECONDS[ALONE])]
     process = subprocess.run(
         [sys.executable, "-c", _EVALPLUS, *words],
         cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

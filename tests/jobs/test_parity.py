@@ -71,11 +71,12 @@ PROGRAMS = [
     "def distance(x, y):\n\treturn math.hypot(x, y)\n",
     "def distance(x, y):\n    import sys\n    sys.stdout.close()\n    return math.hypot(x, y)\n```",
     "def distance(x, y):\n    return int('9' * 5000)\n```",
+    "import time\ndef distance(x, y):\n    time.sleep(1.5 * (x < 0))\n    return math.hypot(x, y)\n```",
 ]
 
 
 def test_humaneval_plus_is_scored_as_by_the_command_line_of_evalplus(tmp_path: Path, data: Path) -> None:
-    """Part of a benchmark, 16 programs: right, wrong on the extra tests only, broken, hostile."""
+    """Part of a benchmark, 17 programs: right, slow, wrong on the extra tests only, hostile."""
     task_id = HUMANEVAL_DOCUMENTS[0]["task_id"]
     other = HUMANEVAL_DOCUMENTS[1]
     out = tmp_path / "out"
@@ -95,6 +96,7 @@ def test_humaneval_plus_is_scored_as_by_the_command_line_of_evalplus(tmp_path: P
     plus = [ours[task_id, repeat, "pass@1,plus"] for repeat in range(len(PROGRAMS))]
     assert base[:5] == [1, 1, 1, 0, 1]
     assert plus[:5] == [1, 1, 1, 0, 0]
+    assert plus[-1] == 1, "slower than the first limit, and right"
 
 
 def test_a_score_that_differs_is_printed_and_gives_exit_code_1(
