@@ -19,7 +19,7 @@ from typing import Any
 
 from dlmgrid.cluster.report import cell_of
 from dlmgrid.cluster.store import Store
-from dlmgrid.workers.cell import reference_key
+from dlmgrid.workers.cell import IMPORTED, reference_key
 from dlmgrid.workers.decoding.paths import Verdict, compare, logits_digest, path_digest, steps_of
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import GENERATIONS, read_table
@@ -97,6 +97,8 @@ def check_stored(run_dir: Path) -> StoredChecks:
     for path in index.shards:
         for row in rows_of(path):
             checks.append(_check_row(row, index))
+            if row["claim"] == IMPORTED:
+                continue
             serialized = (cell_of(row).reference().cell_key, row["item_id"], row["repeat"])
             if not index.holds(serialized):
                 missing.add(serialized)
@@ -152,7 +154,9 @@ class _Index:
                 if row["method"] == "none" and not row["fused_commit"]:
                     self._references.setdefault((row["reference_key"], row["item_id"]), (path, number))
                 by_reference[path] = by_reference[path] or row["reference_key"]
-                inputs = (row["model"], row["benchmark"], row["prompt_version"])
+                inputs: tuple[str, ...] = (row["model"], row["benchmark"], row["prompt_version"])
+                if row["method"] == IMPORTED:  # each imported file is complete in itself
+                    inputs += (row["cell_key"],)
                 inputs_of_cell[row["cell_key"]] = inputs
                 keys_of_inputs[inputs].add((row["item_id"], row["repeat"]))
         self.shards = sorted(by_reference, key=lambda path: (by_reference[path], path))
@@ -180,7 +184,11 @@ def _check_row(row: Row, index: _Index) -> Check:
     verdict: Verdict | None = None
     if index.copies(row) > 1:
         faults.append(f"stored {index.copies(row)} times")
-    if row["token_ids"] is None:
+    if row["claim"] == IMPORTED:
+        notes.append("unchecked: the text was made elsewhere")
+        if any(row[name] is not None for name in _LEVELS):
+            faults.append("a verdict is stored for an imported text")
+    elif row["token_ids"] is None:
         notes.append("failed: " + (row["error"] or "no tokens and no error"))
         if row["error"] is None:
             faults.append("a row without tokens gives no error")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dlmgrid.workers.cell import CELL_FIELDS, Cell
+from dlmgrid.workers.cell import CELL_FIELDS, IMPORTED, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import GENERATIONS, SCORES, read_table
 
@@ -199,12 +199,16 @@ def _settings_by_cell(run_dir: Path) -> dict[str, Cell]:
 def _expected_keys(
     settings: Mapping[str, Cell], rows_by_cell: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, int]:
-    """Rows a cell should have: as many keys as any cell of its model and benchmark has seen."""
+    """Rows a cell should have: as many keys as any cell of its model and benchmark has seen. An imported cell
+    has all that its file held."""
     keys: dict[tuple[str, str], set[tuple[str, int]]] = defaultdict(set)
-    for cell_key, rows in rows_by_cell.items():
-        cell = settings[cell_key]
-        keys[cell.model, cell.benchmark].update((row["item_id"], row["repeat"]) for row in rows)
-    return {cell_key: len(keys[cell.model, cell.benchmark]) for cell_key, cell in settings.items()}
+    decoded = {cell_key: cell for cell_key, cell in settings.items() if cell.claim != IMPORTED}
+    for cell_key, cell in decoded.items():
+        keys[cell.model, cell.benchmark].update(
+            (row["item_id"], row["repeat"]) for row in rows_by_cell[cell_key]
+        )
+    expected = {cell_key: len(keys[cell.model, cell.benchmark]) for cell_key, cell in decoded.items()}
+    return {cell_key: len(rows) for cell_key, rows in rows_by_cell.items()} | expected
 
 
 def _missing_text(cells: Iterable[CellReport]) -> str:
@@ -223,6 +227,9 @@ def _cell_report(
     scores: Sequence[Mapping[str, Any]],
 ) -> CellReport:
     done = [row for row in rows if row["generated_tokens"] is not None]
+    num_failed = (
+        sum(row["error"] is not None for row in rows) if cell.claim == IMPORTED else len(rows) - len(done)
+    )
     pairs = []
     for row in done:
         reference = references.get((row["reference_key"], row["item_id"]))
@@ -239,7 +246,7 @@ def _cell_report(
         claim=cell.claim,
         is_reference=cell.is_reference,
         num_rows=len(rows),
-        num_failed=len(rows) - len(done),
+        num_failed=num_failed,
         num_errors=sum(row["error"] is not None for row in rows),
         num_missing=num_expected - len(rows),
         num_paired=len(pairs),

@@ -37,14 +37,25 @@ COMMANDS = {
     "models": "List the known models, or check a checkpoint folder.",
     "benchmarks": "List the benchmarks, or describe one in full.",
     "methods": "List the drafting methods, or describe one in full.",
+    "export": "Write answers as files that lm-eval or EvalPlus score.",
+    "import": "Take in answers made elsewhere, to score them here.",
+    "lm-eval": "Run lm-eval's own command line on this decoder.",
     "doctor": "Check this machine and its packages, with remedies.",
 }
+
+# For a command whose arguments are another program's: nothing is parsed here, not even --help.
+HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def module_name(name: str) -> str:
+    """The module of a command; ``import`` cannot be the name of one."""
+    return f"dlmgrid.jobs.{'import_answers' if name == 'import' else name.replace('-', '_')}"
 
 
 def load_command(name: str) -> Callable[..., int | None]:
     """The function behind a command. Raises InputError when a package it imports is not installed."""
     try:
-        module = importlib.import_module(f"dlmgrid.jobs.{name.replace('-', '_')}")
+        module = importlib.import_module(module_name(name))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "dlmgrid"):
@@ -80,7 +91,12 @@ def build_app(loaded: Sequence[str]) -> typer.Typer:
 
     for name, summary in COMMANDS.items():
         function = _exit_with_its_code(load_command(name)) if name in loaded else _not_loaded
-        app.command(name, short_help=summary, help=None if name in loaded else summary)(function)
+        app.command(
+            name,
+            short_help=summary,
+            help=None if name in loaded else summary,
+            context_settings=HANDED_ON if name == "lm-eval" else None,
+        )(function)
     return app
 
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 SCHEMA_OF_KEYS = 1
+# The method, and the claim, of texts that were made elsewhere.
+IMPORTED = "imported"
 
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
@@ -67,6 +69,8 @@ class Cell:
         three verification modes accept the same states and no noise is read, whatever its keying; a threshold
         without a comparison has the default one."""
         cell = self
+        if cell.method == IMPORTED:
+            return cell
         if cell.method == "none" or cell.budget == 0:
             cell = replace(
                 cell,
@@ -90,12 +94,16 @@ class Cell:
 
     @property
     def is_reference(self) -> bool:
+        """Whether this is a draft-free cell. Imported texts are not: nothing is known of their decoding."""
         return self.canonical() == self.reference()
 
     @property
     def claim(self) -> str:
-        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``."""
+        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``;
+        ``imported`` where the text was made elsewhere."""
         cell = self.canonical()
+        if cell.method == IMPORTED:
+            return IMPORTED
         approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"

@@ -36,11 +36,11 @@ class Item:
 
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
-    """Write ``items`` as JSON lines, replacing the file whole."""
+    """Write ``items`` as JSON lines, replacing the file whole. Documents keep the column order of their source."""
     temporary = path.with_name(path.name + ".part")
     with temporary.open("w", encoding="utf-8") as file:
         for item in items:
-            file.write(json.dumps(asdict(item), ensure_ascii=False, sort_keys=True) + "\n")
+            file.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
     temporary.replace(path)
 
 

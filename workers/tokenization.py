@@ -131,6 +131,14 @@ def load_tokenizer(folder: Path | str, chat_template: str = "") -> PromptEncoder
     )
 
 
+def chat_template_source(folder: Path | str, chat_template: str = "") -> str | None:
+    """The text of the template that :func:`load_tokenizer` takes; None where there is none.
+
+    Raises InputError as that function does.
+    """
+    return _template_source(Path(folder), _read_settings(Path(folder)), chat_template)[0]
+
+
 def shipped_templates() -> list[str]:
     """Names that ``chat_template`` may take."""
     return sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja"))

@@ -48,6 +48,9 @@ FLAGS = {
     "models": set[str](),
     "benchmarks": {"--data", "--num-fewshot"},
     "methods": set[str](),
+    "export": {"--format", "--to", "--benchmarks"},
+    "import": {"--benchmark", "--out", "--data", "--model", "--temperature", "--repeats"},
+    "lm-eval": set[str](),
     "doctor": {"--data", "--out"},
 }
 
