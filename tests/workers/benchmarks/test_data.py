@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from dlmgrid.workers.benchmarks.data import GSM8K_TEST, GSM8K_TRAIN, HUMANEVAL_PLUS, DataFile, load_rows
+from dlmgrid.workers.benchmarks.data import load_rows
+from dlmgrid.workers.benchmarks.data_file import DataFile
+from dlmgrid.workers.benchmarks.gsm8k import GSM8K_TEST, GSM8K_TRAIN
+from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL_PLUS
 from dlmgrid.workers.errors import InputError
 
 
@@ -130,7 +133,9 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
     """In a fresh process: the offline flags are read when ``datasets`` is imported."""
     pytest.importorskip("datasets")
     program = (
-        "from dlmgrid.workers.benchmarks.data import GSM8K_TEST, HUMANEVAL_PLUS, load_rows\n"
+        "from dlmgrid.workers.benchmarks.data import load_rows\n"
+        "from dlmgrid.workers.benchmarks.gsm8k import GSM8K_TEST\n"
+        "from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL_PLUS\n"
         "for source in (GSM8K_TEST, HUMANEVAL_PLUS):\n"
         "    try: load_rows(source)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
