@@ -25,7 +25,7 @@ gold: $(STAMP) ## score the gold answers of every item of every public set (DLMG
 	$(RUN) $(VENV_PYTHON) -m pytest -q -m slow tests/workers/benchmarks $(ARGS)
 
 golden: $(STAMP) ## write the frozen prompts in tests/golden/ again
-	$(RUN) $(VENV_PYTHON) -m tests.golden.prompts
+	$(RUN) $(VENV_PYTHON) tests/golden/prompts.py
 
 lint: $(STAMP) ## ruff (lint, format) and mypy
 	$(VENV)/bin/ruff check .

@@ -24,6 +24,7 @@ FLAGS = {
     "report": {"--html", "--json", "--csv"},
     "models": set[str](),
     "benchmarks": {"--data", "--num-fewshot"},
+    "prefetch": {"--data"},
     "methods": set[str](),
     "doctor": {"--data", "--out"},
 }
