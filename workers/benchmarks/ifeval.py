@@ -71,7 +71,8 @@ IFEVAL = Benchmark(
     loader=_load,
     files=(IFEVAL_INPUT,),
     exceptions=(
-        "ifeval/1174 asks for the letter o at least 6 times and checks for fewer than 6: no answer follows the "
-        "prompt and passes its check (a fault of the set)"
+        "faults of the set: ifeval/1174 asks for the letter o at least 6 times and checks for fewer than 6. "
+        "Faults of the scorer: ifeval/1122 and ifeval/1129 count # and !, where lm-eval's checker takes "
+        "letters only and checks one that it draws instead (here always the same)"
     ),
 )

@@ -26,7 +26,7 @@ from dlmgrid.workers.benchmarks.sentence_model import (
     make_language_detection_repeatable,
     use_installed_punkt,
 )
-from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
+from dlmgrid.workers.benchmarks.verdict import ALONE, ERRORED, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
 
 
@@ -52,6 +52,10 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
         with _observed_alarms() as alarms:
             results = task.process_results(document, [answer])
         for metric, value in results.items():
+            if metric == "math_verify" and not value and not _is_gold_understood(document):
+                detail = f"math_verify finds no answer in the gold solution of {document['problem'][:80]!r}"
+                verdicts.append(verdict(SCORER_NAME, f"{metric},{name}", None, status=ERRORED, detail=detail))
+                continue
             parts = [bool(part) for part in value] if isinstance(value, list) else None
             number = float(value) if parts is None else sum(parts) / len(parts)
             label = metric if parts is None else f"{metric.removesuffix('_acc')}_share"
@@ -66,6 +70,13 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
                 )
             )
     return verdicts
+
+
+def _is_gold_understood(document: dict[str, Any]) -> bool:
+    """Whether math_verify finds anything to compare with: else every answer would count as wrong."""
+    from math_verify import parse
+
+    return bool(parse(document["solution"]))
 
 
 def cut_at_stop_strings(text: str, until: list[str]) -> str:
