@@ -46,8 +46,8 @@ def command(
     if files:
         console.print(table)
     console.print(f"{len(files) - len(failures)} of {len(files)} files in {folder}, listed in its {MANIFEST}")
-    for error in failures[1:]:
-        print(f"error: {error}", file=sys.stderr)
+    for failure in failures[1:]:
+        print(f"error: {failure}", file=sys.stderr)
     if failures:
         raise failures[0]
     if data is not None:

@@ -5,6 +5,7 @@ them with ``make gold``.
 from __future__ import annotations
 
 import os
+import runpy
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dlmgrid.workers.benchmarks import lm_eval_task
 from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
 from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.items import Item
@@ -37,8 +39,11 @@ HEADLINE = {
 }
 GENERATION_SETS = ("livecodebench", "swe_bench_lite", "mt_bench", "alpaca")
 # Gold answers that do not score, by the fault of the set or the scorer; README and `dlmgrid benchmarks` list them.
-EXCEPTIONS: dict[str, set[str]] = {}
-# IFEval has no gold answers; these follow the instructions of the rows in tests/golden/data.
+EXCEPTIONS: dict[str, set[str]] = {
+    "ifeval": {f"ifeval/{key}" for key in (374, 1122, 1129, 1627, 3369, 3371, 3718)},
+}
+FOLLOW = runpy.run_path(str(Path(__file__).with_name("ifeval_answers.py")))["follow"]
+# IFEval has no gold answers: these follow the rows in tests/golden/data, others are made by ifeval_answers.
 IFEVAL_ANSWERS = {
     "ifeval/1": "Rain falls from heavy clouds and it makes the fields green and the streets shine.",
     "ifeval/2": "dr. grey works at a hospital in the city. she helps people every day and they like her.",
@@ -59,7 +64,8 @@ def gold(name: str, item: Item) -> str:
     if name in ("aime24", "aime25"):
         return f"So the answer is $\\boxed{{{_aime_answer(document)}}}$."
     if name == "ifeval":
-        return IFEVAL_ANSWERS[item.item_id]
+        made = IFEVAL_ANSWERS.get(item.item_id)
+        return made or FOLLOW(document, lambda text: _is_followed(text, document))
     if name in ("mbpp", "mbpp_plus"):
         return f"{document['canonical_solution'].strip()}\n```\nIt passes the tests."
     return f"{document['prompt']}{document['canonical_solution']}\n```\nIt passes the tests."
@@ -75,8 +81,14 @@ def spoiled(name: str, item: Item) -> str:
     if name in ("aime24", "aime25"):
         return f"So the answer is $\\boxed{{{int(_aime_answer(document)) + 1}}}$."
     if name == "ifeval":
-        return "No, NO: one. two. three. four, five"
+        texts = ("No, NO: one. two. three. four, five", "none at all", "!")
+        return next(text for text in texts if not _is_followed(text, document))
     return f"def {document['entry_point']}(*given):\n    raise ValueError\n"
+
+
+def _is_followed(text: str, document: dict[str, Any]) -> bool:
+    found = lm_eval_task.score(text, document, {"attempt": "first", "benchmark": "ifeval"})
+    return bool(found[0]["value"])
 
 
 def _aime_answer(document: dict[str, Any]) -> str:
@@ -152,7 +164,7 @@ def public_data(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(HEADLINE.keys() - {"ifeval"}))
+@pytest.mark.parametrize("name", sorted(HEADLINE))
 def test_gold_of_every_item(
     name: str, make_run: MakeRun, generation: Generation, public_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
