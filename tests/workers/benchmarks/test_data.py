@@ -156,6 +156,7 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
         "HF_HOME": str(tmp_path),
         "XDG_CACHE_HOME": str(tmp_path),
         "PATH": "",
+        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
