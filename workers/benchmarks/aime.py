@@ -16,10 +16,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlmgrid.workers.benchmarks.benchmark import Benchmark
+from dlmgrid.workers.benchmarks.benchmark import Benchmark, Loader
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
-from dlmgrid.workers.benchmarks.lm_eval_catalog import AIME24_TASK, AIME25_TASK, SCORING, lm_eval_scorer
+from dlmgrid.workers.benchmarks.lm_eval_catalog import (
+    AIME24_TASK,
+    AIME25_TASK,
+    SCORING,
+    LmEvalTask,
+    lm_eval_scorer,
+)
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
@@ -76,49 +82,32 @@ def _load_2025(data: str | Path | None, limit: int | None, num_fewshot: int) -> 
     return items
 
 
-_PROMPT = "the user turn is `Question: …\\nAnswer:`, zero-shot, as lm-eval's"
-_STOP = (
-    "the model's stop token or the generation length. lm-eval's own stop strings (`Question:`, `</s>`, "
-    "`<|im_end|>`, `<|eot_id|>`) are not applied while decoding: the text is cut at the first of them before "
-    "it is scored, as lm-eval's models do"
-)
-_EXTRACTION = (
-    "the last box; else what stands between the first and the last `$`; else the whole text. Compared as text "
-    "after lm-eval's normalisation: \\boxed{023} is not 23 there"
-)
+def _benchmark(task: LmEvalTask, title: str, file: DataFile, loader: Loader) -> Benchmark:
+    return Benchmark(
+        name=task.name,
+        title=title,
+        source=file.origin,
+        chat=True,
+        prompt="the user turn is `Question: …\\nAnswer:`, zero-shot, as lm-eval's",
+        default_gen_length=2048,
+        max_fewshot=0,
+        stop=(
+            "the model's stop token or the generation length. lm-eval's own stop strings (`Question:`, `</s>`, "
+            "`<|im_end|>`, `<|eot_id|>`) are not applied while decoding: the text is cut at the first of them "
+            "before it is scored, as lm-eval's models do"
+        ),
+        extraction=(
+            "the last box; else what stands between the first and the last `$`; else the whole text. Compared "
+            "as text after lm-eval's normalisation: \\boxed{023} is not 23 there"
+        ),
+        postprocessing="none",
+        scorers=(lm_eval_scorer(task, f"lm-eval's task {task.name}: exact_match of the last box"),),
+        scoring=SCORING,
+        versions=lambda num_fewshot: f"lm-eval-{task.name}-{task.version}/chat/0-shot",
+        loader=loader,
+        files=(file,),
+    )
 
-AIME24 = Benchmark(
-    name="aime24",
-    title="AIME 2024, I and II",
-    source=AIME_2024.origin,
-    chat=True,
-    prompt=_PROMPT,
-    default_gen_length=2048,
-    max_fewshot=0,
-    stop=_STOP,
-    extraction=_EXTRACTION,
-    postprocessing="none",
-    scorers=(lm_eval_scorer(AIME24_TASK, "lm-eval's task aime24: exact_match of the last box"),),
-    scoring=SCORING,
-    versions=lambda num_fewshot: f"lm-eval-aime24-{AIME24_TASK.version}/chat/0-shot",
-    loader=_load_2024,
-    files=(AIME_2024,),
-)
 
-AIME25 = Benchmark(
-    name="aime25",
-    title="AIME 2025, I and II",
-    source=AIME_2025.origin,
-    chat=True,
-    prompt=_PROMPT,
-    default_gen_length=2048,
-    max_fewshot=0,
-    stop=_STOP,
-    extraction=_EXTRACTION,
-    postprocessing="none",
-    scorers=(lm_eval_scorer(AIME25_TASK, "lm-eval's task aime25: exact_match of the last box"),),
-    scoring=SCORING,
-    versions=lambda num_fewshot: f"lm-eval-aime25-{AIME25_TASK.version}/chat/0-shot",
-    loader=_load_2025,
-    files=(AIME_2025,),
-)
+AIME24 = _benchmark(AIME24_TASK, "AIME 2024, I and II", AIME_2024, _load_2024)
+AIME25 = _benchmark(AIME25_TASK, "AIME 2025, I and II", AIME_2025, _load_2025)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dlmgrid.workers.benchmarks.benchmark import Scorer, package_version
+from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
 from dlmgrid.workers.items import Item
@@ -31,17 +31,6 @@ RESPONSE = (
     "Below is a Python script with a self-contained function that solves the problem "
     "and passes corresponding tests:"
 )
-PROMPT = "EvalPlus' instruct prompt; the assistant turn opens with its sentence and a code fence"
-SCORING = "dlmgrid.workers.benchmarks.evalplus_check"
-EXTRACTION = (
-    "the first stretch between code fences that defines the function (the prompt has opened the first one); "
-    "else the answer taken as the body that continues the prompt; else the longest valid Python in the text"
-)
-POSTPROCESSING = (
-    "cut at end-of-text strings, tabs to 4 spaces, EvalPlus' sanitize (what the function needs and nothing "
-    "else), then the imports and helper functions of the prompt that the answer leaves out are put before it"
-)
-STOP = "the model's stop token or the generation length"
 
 
 def load_tasks(source: DataFile, data: str | Path | None, limit: int | None, *, plus: bool) -> list[Item]:
@@ -65,14 +54,58 @@ def load_tasks(source: DataFile, data: str | Path | None, limit: int | None, *, 
     return items
 
 
-def evalplus_scorer(name: str, release: str, metrics: tuple[str, ...], summary: str) -> Scorer:
+def evalplus_scorer(name: str, release: str, plus: bool, summary: str) -> Scorer:
     """A scorer whose version names EvalPlus, the release of the tests, and our extraction."""
     return Scorer(
         name=name,
-        metrics=metrics,
+        metrics=("pass@1,base", "pass@1,plus") if plus else ("pass@1,base",),
         runs_code=True,
         summary=summary,
         version=lambda: (
             f"evalplus {package_version('evalplus')}, {release}, postprocess {POSTPROCESS_VERSION}"
         ),
+    )
+
+
+def evalplus_benchmark(
+    *,
+    name: str,
+    title: str,
+    release: str,
+    file: DataFile,
+    plus: bool,
+    prompt_version: str,
+    scorers: tuple[Scorer, ...],
+    exceptions: str,
+) -> Benchmark:
+    """A benchmark over ``file``, scored on the base tests and, with ``plus``, on EvalPlus' own."""
+
+    def load(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
+        return load_tasks(file, data, limit, plus=plus)
+
+    return Benchmark(
+        name=name,
+        title=title,
+        source=f"EvalPlus release {release}, {'base and plus' if plus else 'base'} tests",
+        chat=True,
+        prompt="EvalPlus' instruct prompt; the assistant turn opens with its sentence and a code fence",
+        default_gen_length=512,
+        max_fewshot=0,
+        stop="the model's stop token or the generation length",
+        extraction=(
+            "the first stretch between code fences that defines the function (the prompt has opened the first "
+            "one); else the answer taken as the body that continues the prompt; else the longest valid Python "
+            "in the text"
+        ),
+        postprocessing=(
+            "cut at end-of-text strings, tabs to 4 spaces, EvalPlus' sanitize (what the function needs and "
+            "nothing else), then the imports and helper functions of the prompt that the answer leaves out are "
+            "put before it"
+        ),
+        scorers=scorers,
+        scoring="dlmgrid.workers.benchmarks.evalplus_check",
+        versions=lambda num_fewshot: f"{prompt_version}/chat/0-shot",
+        loader=load,
+        files=(file,),
+        exceptions=exceptions,
     )

@@ -13,64 +13,31 @@ program is checked. Three functions return match objects; of those EvalPlus chec
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from dlmgrid.workers.benchmarks import evalplus_set
 from dlmgrid.workers.benchmarks.benchmark import Benchmark
 from dlmgrid.workers.benchmarks.data_file import DataFile
-from dlmgrid.workers.benchmarks.evalplus_set import evalplus_scorer, load_tasks
-from dlmgrid.workers.items import Item
+from dlmgrid.workers.benchmarks.evalplus_set import COLUMNS, evalplus_benchmark, evalplus_scorer
 
 RELEASE = "MbppPlus v0.2.0"
 MBPP_PLUS = DataFile(
     path="evalplus/MbppPlus-v0.2.0.jsonl",
-    columns=evalplus_set.COLUMNS,
+    columns=COLUMNS,
     num_rows=378,
     content_digest="68f20811f889551793be4be3bb2b61ea7ae6d133933cc3adf83eef097cac9acb",
 )
-_SUMMARY = "EvalPlus' verdict unchanged"
 
 
-def _load_base(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
-    return load_tasks(MBPP_PLUS, data, limit, plus=False)
+def _benchmark(name: str, title: str, *, plus: bool) -> Benchmark:
+    return evalplus_benchmark(
+        name=name,
+        title=title,
+        release=RELEASE,
+        file=MBPP_PLUS,
+        plus=plus,
+        prompt_version="evalplus-mbpp-instruct-0.3.1",
+        scorers=(evalplus_scorer("evalplus", RELEASE, plus, "EvalPlus' verdict unchanged"),),
+        exceptions="none known",
+    )
 
 
-def _load_plus(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
-    return load_tasks(MBPP_PLUS, data, limit, plus=True)
-
-
-MBPP = Benchmark(
-    name="mbpp",
-    title="MBPP (EvalPlus' 378 cleaned tasks, base tests)",
-    source=f"EvalPlus release {RELEASE}, base tests",
-    chat=True,
-    prompt=evalplus_set.PROMPT,
-    default_gen_length=512,
-    max_fewshot=0,
-    stop=evalplus_set.STOP,
-    extraction=evalplus_set.EXTRACTION,
-    postprocessing=evalplus_set.POSTPROCESSING,
-    scorers=(evalplus_scorer("evalplus", RELEASE, ("pass@1,base",), _SUMMARY),),
-    scoring=evalplus_set.SCORING,
-    versions=lambda num_fewshot: "evalplus-mbpp-instruct-0.3.1/chat/0-shot",
-    loader=_load_base,
-    files=(MBPP_PLUS,),
-)
-
-MBPP_PLUS_BENCHMARK = Benchmark(
-    name="mbpp_plus",
-    title="MBPP+ (base and extra tests)",
-    source=f"EvalPlus release {RELEASE}, base and plus tests",
-    chat=True,
-    prompt=MBPP.prompt,
-    default_gen_length=512,
-    max_fewshot=0,
-    stop=evalplus_set.STOP,
-    extraction=evalplus_set.EXTRACTION,
-    postprocessing=evalplus_set.POSTPROCESSING,
-    scorers=(evalplus_scorer("evalplus", RELEASE, ("pass@1,base", "pass@1,plus"), _SUMMARY),),
-    scoring=evalplus_set.SCORING,
-    versions=MBPP.versions,
-    loader=_load_plus,
-    files=(MBPP_PLUS,),
-)
+MBPP = _benchmark("mbpp", "MBPP (EvalPlus' 378 cleaned tasks, base tests)", plus=False)
+MBPP_PLUS_BENCHMARK = _benchmark("mbpp_plus", "MBPP+ (base and extra tests)", plus=True)
