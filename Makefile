@@ -1,5 +1,5 @@
 # demo, test, lint, wheel: each makes .venv on its first call and reuses it afterwards.
-# gpu-test installs nothing: it runs the checkout with the Python it is given (PYTHON=…, default python3).
+# gpu-test and bench install nothing: they run the checkout with the Python it is given (PYTHON=…, default python3).
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -8,7 +8,7 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 DEMO_OUT := $(CURDIR)/out/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gold golden lint format wheel gpu-test links checkout clean
+.PHONY: help demo test gold golden lint format wheel gpu-test bench links checkout clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -43,6 +43,9 @@ wheel: $(STAMP) ## build a wheel from the committed tree into dist/
 
 gpu-test: checkout ## run the tests that need a CUDA device, with PYTHON (default python3)
 	$(or $(PYTHON),python3) -m pytest -q -m gpu tests/kernels tests/workers/engine tests/workers/decoding tests/workers/test_unit_runner.py $(ARGS)
+
+bench: checkout ## time verification passes against stock transformers, with PYTHON (default python3)
+	$(or $(PYTHON),python3) -m dlmgrid.jobs.bench $(ARGS)
 
 links: ## put back the links in dlmgrid/ that a zip or core.symlinks=false has lost
 	@for folder in cluster workers kernels jobs; do \

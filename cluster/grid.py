@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
@@ -29,7 +37,19 @@ MAX_BUDGET = 4096
 
 Budget = Annotated[int, Field(ge=0, le=MAX_BUDGET)]
 Count = Annotated[int, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+"""Bounds of a temperature that is not 0: within them logits / T and the noise keep their meaning in fp32."""
+
+
+def _usable_temperature(value: float) -> float:
+    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0, or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE:g} (found {value!r})"
+        )
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_usable_temperature)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -168,8 +188,13 @@ class Grid(_Entry):
         for method in self.methods:
             if method.name != "none" and method.budgets is None and self.budgets is None:
                 raise ValueError(f"method {method.name!r} needs budgets; add budgets: [8] to the grid")
-        if self.kernels == "triton" and self.resources.device == "cpu":
-            raise ValueError("kernels: triton needs resources.device: cuda")
+        if self.kernels == "triton":
+            raise ValueError("kernels: triton is not in this release; use kernels: torch")
+        if self.numerics == "exact" and self.resources.device == "cuda":
+            raise ValueError(
+                "numerics: exact holds on the CPU only in this release; with device: cuda use numerics: fast, whose "
+                "rows are compared as well"
+            )
         return self
 
     @property

@@ -116,7 +116,7 @@ class Progress:
         parts = [
             f"{counts.percent:.0f}%",
             f"{counts.num_stored + counts.num_done}/{counts.num_wanted} rows",
-            f"{self.rows_per_second:.1f} rows/s",
+            _rate(self.rows_per_second),
             f"ETA {_duration(self.eta_seconds)}",
             f"failed {counts.num_failed}",
             f"retried {counts.num_retried}",
@@ -156,6 +156,11 @@ def write_json(path: Path, values: object) -> None:
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
+
+
+def _rate(rows_per_second: float) -> str:
+    """Rows a second, or a minute where that is less than one a second."""
+    return f"{rows_per_second:.1f} rows/s" if rows_per_second >= 1 else f"{rows_per_second * 60:.1f} rows/min"
 
 
 def _duration(seconds: float | None) -> str:

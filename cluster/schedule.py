@@ -1,8 +1,10 @@
 """Which actor runs what next, and what becomes of a unit that failed. No Ray here: plain state, easy to test.
 
 An actor keeps its model until that model's queue is empty. A chain's dependents go to the actor that
-finished its reference. A failed unit is retried, split into single items, or given up, so that one poison
-item costs two deaths and the grid goes on.
+finished its reference; one that would idle takes over the last dependent waiting for a busy actor, since
+reference rows are read from committed files and all actors of a run share one runtime fingerprint. A failed
+unit is retried, split into single items, or given up, so that one poison item costs two deaths and the grid
+goes on.
 """
 
 from __future__ import annotations
@@ -120,11 +122,26 @@ class Scheduler:
                 return unit
             if self._out.get(actor, 0):
                 return None
+            unit = self._take_over(actor, model)
+            if unit is not None:
+                return unit
         waiting = [name for name in {**self._loose, **self._queues} if self._size(name)]
         if not waiting:
-            return None
+            return self._take_over(actor, None)
         users = Counter(self._model.values())
         return self._of_model(max(waiting, key=lambda name: self._size(name) / (1 + users[name])), actor)
+
+    def _take_over(self, actor: int, model: str | None) -> WorkUnit | None:
+        """The last unit that waits for the busy actor with the most of them; of ``model`` alone where one is given."""
+        waiting = [
+            queue
+            for other, queue in self._ready.items()
+            if other != actor
+            and self._out.get(other, 0)
+            and queue
+            and (model is None or queue[-1].checkpoint == model)
+        ]
+        return max(waiting, key=len).pop() if waiting else None
 
     def _size(self, model: str) -> int:
         return len(self._loose.get(model, ())) + len(self._queues.get(model, ()))

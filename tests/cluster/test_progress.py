@@ -47,7 +47,7 @@ def test_rows_that_are_not_exact_are_shouted_about(tmp_path: Path) -> None:
 def test_before_the_first_row_there_is_no_estimate(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "p.json", Counts(num_wanted=2, num_stored=1), style="lines")
     assert progress.eta_seconds is None
-    assert "50% | 1/2 rows | 0.0 rows/s | ETA ?" in progress.line()
+    assert "50% | 1/2 rows | 0.0 rows/min | ETA ?" in progress.line()
 
 
 def test_quiet_prints_nothing_but_keeps_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

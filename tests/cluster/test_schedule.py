@@ -43,6 +43,26 @@ def test_dependents_wait_for_their_reference_and_go_to_the_actor_that_ran_it() -
     assert not scheduler.has_work
 
 
+def test_an_idle_actor_takes_over_what_waits_for_a_busy_one() -> None:
+    methods = ("ssd", "confidence_tree", "other")
+    dependents = tuple(unit("m", method, ("a",)) for method in methods)
+    scheduler = Scheduler([Chain(checkpoint="m", reference=unit("m", "none", ("a",)), dependents=dependents)])
+    reference = scheduler.next_unit(0)
+    assert reference is not None
+    scheduler.finish(reference, 0)
+    assert scheduler.next_unit(1) is None, "the actor that ran the reference comes first"
+    first = scheduler.next_unit(0)
+    taken = scheduler.next_unit(1)
+    second = scheduler.next_unit(0)
+    assert [found.cell.method for found in (first, taken, second) if found] == [
+        "ssd",
+        "other",
+        "confidence_tree",
+    ]
+    assert scheduler.next_unit(1) is None
+    assert not scheduler.has_work
+
+
 def test_an_actor_keeps_its_model_until_that_queue_is_empty() -> None:
     chains = [chain(model, str(number), has_reference=False) for number in range(4) for model in ("m", "n")]
     scheduler = Scheduler(chains)

@@ -82,6 +82,10 @@ def walk(
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
 
+    Raises:
+        FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
+        StalledError: the commit rule opened no position.
+
     Returns:
         The new roots int32 [S, L], and the steps of each sample.
     """
@@ -109,6 +113,8 @@ def walk(
             )
         choice = choose(logits, transition.temperature, gumbel)
 
+        if not bool(torch.isfinite(choice.probabilities).all()):
+            raise FloatingPointError("the model's logits are not finite at a state of this item")
         confidence = torch.full(states.shape, -1.0, device=device)
         confidence[row_of, position] = choice.probabilities
         tokens = states.clone()

@@ -23,6 +23,7 @@ from dlmgrid.kernels.gemm import pad_rows
 from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
 from dlmgrid.kernels.rotary import apply_rotary
 from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.checkpoint import ModelConfig, expected_tensors, stream_tensors
 
 VOCABULARY_MULTIPLE = 64
@@ -184,6 +185,10 @@ class _Frame:
 
     def place(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to where it belongs, by its published name."""
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(
+                f"tensor {name}: holds NaN or infinity; the checkpoint is damaged, download it again"
+            )
         config = self.config
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim

@@ -43,6 +43,26 @@ def read_token_ids(folder: Path) -> tuple[Path, set[int]]:
     return path, ids
 
 
+def named_mask_tokens(folder: Path) -> dict[str, int]:
+    """Added tokens whose text says that they are the mask, with their ids; empty where a tokenizer names none.
+
+    SDAR's files spell the token in two ways for one id, so the text is not compared with anything.
+    """
+    found: dict[str, int] = {}
+    path = folder / "tokenizer.json"
+    if path.exists():
+        found |= {
+            str(token["content"]): int(token["id"]) for token in read_json(path).get("added_tokens", [])
+        }
+    if (folder / "added_tokens.json").exists():
+        found |= {str(text): int(token) for text, token in read_json(folder / "added_tokens.json").items()}
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        decoder = read_json(settings).get("added_tokens_decoder", {})
+        found |= {str(entry["content"]): int(token) for token, entry in decoder.items()}
+    return {text: token for text, token in found.items() if "mask" in text.lower()}
+
+
 def check_vocabulary(folder: Path, config: ModelConfig) -> None:
     """Raise InputError where the tokenizer is not one for this model."""
     path, ids = read_token_ids(folder)
@@ -56,3 +76,10 @@ def check_vocabulary(folder: Path, config: ModelConfig) -> None:
     for name, token in wanted:
         if token not in ids:
             raise InputError(f"{path}: {name} {token} of {folder / 'config.json'} is not in the tokenizer")
+    masks = named_mask_tokens(folder)
+    if masks and config.mask_token_id not in masks.values():
+        named = ", ".join(f"{text} {token}" for text, token in sorted(masks.items()))
+        raise InputError(
+            f"{folder / 'config.json'}: mask_token_id is {config.mask_token_id}, the tokenizer's mask is {named}; "
+            "with another id the model never saw a mask"
+        )

@@ -144,3 +144,20 @@ def test_time_shares_add_up_over_samples() -> None:
     generations = decode("ssd", 6, 0.0, static(1))
     assert all(g.seconds.wall > 0 and g.seconds.verify == 0 for g in generations)
     assert all(g.rows_computed % 8 == 0 for g in generations)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["nan", "no-token-possible"])
+def test_logits_that_are_not_finite_stop_the_decode(value: float) -> None:
+    target = TinyTarget(block_length=8, vocab_size=40, num_slots=1)
+    target.bias.fill_(value)
+    settings = DecodeSettings(
+        block_length=8,
+        gen_length=8,
+        budget=0,
+        temperature=0.0,
+        rule=static(1),
+        noise=NoiseTable(0),
+        stop_token_ids=(),
+    )
+    with pytest.raises(FloatingPointError, match="not finite"):
+        Decoder(target, none.build(), settings).decode(prompts(3))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dlmgrid.workers.engine.engine import Engine, load_engine
@@ -398,6 +399,17 @@ def test_a_real_model_answers_a_question(tmp_path: Path) -> None:
         position = int(torch.where(block < 0, confidence, -1.0).argmax())
         block[position] = tokens[position]
     assert encoder.decode(block[len(tail) :].tolist()).startswith("Natalia sold 48/2 = 24 clips in May")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_random_checkpoint(tmp_path / "model", config)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"tensor model.layers.1.mlp.up_proj.weight: holds NaN or infinity"):
+        load_engine(tmp_path / "model", num_slots=1, max_length=64, self_test=False)
 
 
 @pytest.mark.gpu

@@ -292,6 +292,20 @@ def test_tokenizer_without_the_mask_id(folder: Path) -> None:
     check_checkpoint(folder)
 
 
+def test_another_mask_id_than_the_tokenizers_mask_token(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda values: values.update(mask_token_id=5))
+    assert "mask_token_id is 5, the tokenizer's mask is <|mask|> 259" in fault(folder)
+
+
+def test_a_tokenizer_that_names_no_mask_takes_the_configured_id(folder: Path) -> None:
+    def rename(values: dict[str, Any]) -> None:
+        for token in values["added_tokens"]:
+            token["content"] = token["content"].replace("mask", "repo")
+
+    edit_json(folder / "tokenizer.json", rename)
+    check_checkpoint(folder)
+
+
 def test_tokenizer_of_a_larger_model(folder: Path) -> None:
     edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(zebra=5000))
     assert "the tokenizer has ids up to 5000, the model's vocabulary is 261" in fault(folder)
