@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 
 import dlmgrid
+from dlmgrid.workers.benchmarks.data import DATA_VARIABLE, prefetched_folder
 
 MIN_PYTHON = (3, 11)
 # lowest version supported, newest version tested
@@ -37,7 +38,6 @@ TESTED = {
 NEEDED_BY_DRIVER = ("ray", "pyarrow", "pydantic", "typer")
 FOLDERS = ("cluster", "workers", "kernels", "jobs")
 OFFLINE_FLAGS = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-DATA_VARIABLE = "DLMGRID_DATA"
 GPU_VISIBILITY_VARIABLE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 MIN_FREE_GIBIBYTES = 2.0
 
@@ -252,12 +252,15 @@ def check_memory() -> Iterator[Finding]:
 
 def check_data(data: str | None) -> Iterator[Finding]:
     source = data or os.environ.get(DATA_VARIABLE)
-    if source is None:
+    prefetched = prefetched_folder()
+    if source is None and prefetched.is_dir():
+        yield Finding(level=Level.OK, subject="data", state=f"{prefetched}, filled by `dlmgrid prefetch`")
+    elif source is None:
         yield Finding(
             level=Level.OK,
             subject="data",
-            state="the hub, and its cache",
-            remedy=f"or give --data DIR, or set {DATA_VARIABLE}",
+            state="the pinned public sources",
+            remedy=f"run `dlmgrid prefetch` to work offline, or give --data DIR, or set {DATA_VARIABLE}",
         )
     elif Path(source).is_dir():
         yield Finding(

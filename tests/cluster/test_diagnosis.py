@@ -87,7 +87,12 @@ def test_data_and_output_folders_are_looked_at_and_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DLMGRID_DATA", raising=False)
-    assert [finding.level for finding in check_data(None)] == [Level.OK]
+    monkeypatch.setenv("DLMGRID_CACHE", str(tmp_path / "cache"))
+    (unfilled,) = check_data(None)
+    assert (unfilled.level, unfilled.state) == (Level.OK, "the pinned public sources")
+    assert "dlmgrid prefetch" in unfilled.remedy
+    (tmp_path / "cache" / "data").mkdir(parents=True)
+    assert [str(tmp_path / "cache/data") in finding.state for finding in check_data(None)] == [True]
     assert [finding.level for finding in check_data(str(tmp_path / "none"))] == [Level.FAIL]
     assert [finding.level for finding in check_data(str(tmp_path))] == [Level.OK]
     assert [finding.level for finding in check_out(tmp_path / "a" / "b")] == [Level.OK]
