@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import build_rule
+from dlmgrid.workers.decoding.commit_rules import rule_of
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt, canvas_length
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import compare
@@ -298,7 +298,7 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         gen_length=cell.gen_length,
         budget=cell.budget,
         temperature=cell.temperature,
-        rule=build_rule(cell.decoder, cell.commits_per_step, cell.threshold),
+        rule=rule_of(cell),
         noise=NoiseTable(cell.seed, cell.noise),
         stop_token_ids=engine.config.stop_token_ids,
         verification=cell.verification,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.cell import Cell
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRule:
@@ -75,3 +77,8 @@ def build_rule(name: str, commits_per_step: int, value: float | None) -> CommitR
     if name not in RULES:
         raise ValueError(f"decoder {name!r} is not one of {', '.join(RULES)}")
     return RULES[name](commits_per_step, value)
+
+
+def rule_of(cell: Cell) -> CommitRule:
+    """The rule of a cell's decoder."""
+    return build_rule(cell.decoder, cell.commits_per_step, cell.threshold)

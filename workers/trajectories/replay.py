@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import build_rule
+from dlmgrid.workers.decoding.commit_rules import rule_of
 from dlmgrid.workers.decoding.decoder import VERIFICATIONS
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.snapshot import Snapshots
@@ -135,7 +135,7 @@ class ReplayBatch:
             block_starts=self.block_starts[steps],
             keys=self.keys[samples],
             snapshots=snapshots,
-            rule=build_rule(cell.decoder, cell.commits_per_step, cell.threshold),
+            rule=rule_of(cell),
             temperature=cell.temperature,
             noise=NoiseTable(cell.seed, cell.noise),
             stream=VERIFICATIONS[cell.verification],

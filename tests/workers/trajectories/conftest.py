@@ -11,7 +11,7 @@ import pytest
 
 from dlmgrid.workers.benchmarks.words import PROMPT_VERSION, held_out_items
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import build_rule
+from dlmgrid.workers.decoding.commit_rules import rule_of
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.items import write_items
@@ -102,7 +102,7 @@ def record_tiny(tmp_path: Path) -> Callable[..., Recording]:
                 gen_length=asked.gen_length,
                 budget=asked.budget,
                 temperature=asked.temperature,
-                rule=build_rule(asked.decoder, asked.commits_per_step, asked.threshold),
+                rule=rule_of(asked),
                 noise=NoiseTable(asked.seed, asked.noise),
                 stop_token_ids=(),
                 verification=asked.verification,
