@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, MethodEntry, ModelEntry, nearest_name
-from dlmgrid.cluster.sources import ModelShape, Sources
+from dlmgrid.cluster.sources import Benchmark, ModelShape, Sources
 from dlmgrid.workers.cell import Cell, digest
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
 from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
@@ -100,15 +100,20 @@ def find_models(grid: Grid, sources: Sources) -> list[Model]:
     return models
 
 
+def find_benchmark(entry: BenchmarkEntry, sources: Sources) -> Benchmark:
+    """The benchmark that an entry names. Raises InputError for an unknown one."""
+    names = list(sources.benchmark_names())
+    if entry.name not in names:
+        raise InputError(f"benchmark {entry.name!r} does not exist; {nearest_name(entry.name, names)}")
+    return sources.get_benchmark(entry.name)
+
+
 def load_questions(grid: Grid, sources: Sources, data: str | None, limit: int | None) -> list[Questions]:
     """Load the items of every benchmark; ``limit`` caps each. Raises InputError for an unknown benchmark,
     missing data, or item ids given twice."""
     loaded = []
-    names = list(sources.benchmark_names())
     for entry in grid.benchmarks:
-        if entry.name not in names:
-            raise InputError(f"benchmark {entry.name!r} does not exist; {nearest_name(entry.name, names)}")
-        benchmark = sources.get_benchmark(entry.name)
+        benchmark = find_benchmark(entry, sources)
         if entry.num_fewshot > benchmark.max_fewshot:
             raise InputError(
                 f"benchmark {entry.name!r}: num_fewshot {entry.num_fewshot} is more than the "

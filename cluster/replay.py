@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.cluster.cells import check_methods, find_drafters, with_drafter
-from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, ModelEntry
+from dlmgrid.cluster.cells import CellWork, Model, Questions, check_methods, find_benchmark, make_cells
+from dlmgrid.cluster.grid import BenchmarkEntry, Grid
 from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
-from dlmgrid.workers.drafting.drafter_file import DrafterFile
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import read_items
 from dlmgrid.workers.tables import REPLAYS, read_table
@@ -29,7 +28,7 @@ from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
 from dlmgrid.workers.units import Key
 
 Recorded = Mapping[str, tuple[Cell, tuple[Key, ...]]]
-"""By ``cell_key``: a recorded draft-free cell and its keys, in the order of its items."""
+"""By ``cell_key``: a recorded draft-free cell and its keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,26 +53,7 @@ def read_recorded(trajectories: Path) -> Recorded:
     for generation in recorded_generations(trajectories):
         cell = generation.cell
         found.setdefault(cell.cell_key, (cell, []))[1].append(generation.key)
-    orders: dict[Path, dict[str, int]] = {}
-    recorded: dict[str, tuple[Cell, tuple[Key, ...]]] = {}
-    for cell_key, (cell, keys) in found.items():
-        inputs = inputs_of(trajectories, cell)
-        if inputs not in orders:
-            if not inputs.is_file():
-                raise InputError(f"{inputs} is missing from the recorded folder; put it back or record again")
-            orders[inputs] = {item.item_id: number for number, item in enumerate(read_items(inputs))}
-        order = orders[inputs]
-        recorded[cell_key] = (
-            cell,
-            tuple(sorted(keys, key=lambda key: (order[key.item_id], key.repeat))),
-        )
-    return recorded
-
-
-def inputs_of(trajectories: Path, cell: Cell) -> Path:
-    """The items that a recorded cell was made from."""
-    name = inputs_file_name(cell.benchmark, cell.prompt_version, cell.num_fewshot)
-    return trajectories / "inputs" / name
+    return {cell_key: (cell, tuple(keys)) for cell_key, (cell, keys) in found.items()}
 
 
 def plan_replay(
@@ -89,28 +69,29 @@ def plan_replay(
         raise InputError(
             "verification greedy_match leaves the serialized path at T > 0, so it cannot be replayed; run it live"
         )
-    works: dict[str, ReplayWork] = {}
-    drafters = [find_drafters(method) for method in grid.methods]
-    for model in grid.models:
-        checkpoint = str(sources.resolve_checkpoint(model.path, model.revision)) if num_verified else ""
-        for benchmark in grid.benchmarks:
-            for decoder in grid.decoder:
-                for temperature in grid.temperatures:
-                    wanted = _settings(grid, sources, model, benchmark, decoder, float(temperature))
-                    cell, keys = _find(recorded, wanted, trajectories)
-                    keys = _chosen(grid, benchmark, keys, trajectories)
-                    inputs = str(inputs_of(trajectories, cell)) if num_verified else ""
-                    for asked, drafter_path in _drafted(grid, cell, drafters):
-                        known = works.get(asked.cell_key)
-                        if known is None or len(known.keys) < len(keys):
-                            works[asked.cell_key] = ReplayWork(
-                                cell=asked,
-                                keys=keys,
-                                checkpoint=checkpoint,
-                                inputs=inputs,
-                                drafter_path=drafter_path,
-                            )
-    return tuple(works.values())
+    if any(decoder.fused_commit for decoder in grid.decoder):
+        raise InputError(
+            "fused_commit joins passes that a recording holds apart, so its forwards are counted live only; remove it"
+        )
+    models, fingerprints = _recorded_models(grid, recorded, trajectories)
+    questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
+    works = []
+    for work in make_cells(grid, models, questions, fingerprints, trajectories / "inputs"):
+        keys = _recorded_keys(recorded, work, trajectories)
+        if num_verified:
+            checkpoint = str(sources.resolve_checkpoint(work.cell.model, work.cell.revision))
+            works.append(
+                ReplayWork(
+                    cell=work.cell,
+                    keys=keys,
+                    checkpoint=checkpoint,
+                    inputs=work.inputs,
+                    drafter_path=work.drafter_source,
+                )
+            )
+        else:
+            works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=work.drafter_source))
+    return tuple(works)
 
 
 def replay_grid(plan: ReplayPlan) -> None:
@@ -148,93 +129,82 @@ def summarise(plan: ReplayPlan) -> list[ReplaySummary]:
     return summaries
 
 
-def _settings(
-    grid: Grid,
-    sources: Sources,
-    model: ModelEntry,
-    benchmark: BenchmarkEntry,
-    decoder: DecoderEntry,
-    temperature: float,
-) -> dict[str, Any]:
-    """The settings that a serialized run of this combination has; those left to a checkpoint are left out."""
-    known = sources.get_benchmark(benchmark.name)
-    settings: dict[str, Any] = {
-        "model": model.path,
-        "revision": model.revision,
-        "chat_template": model.chat_template,
-        "dtype": model.dtype,
-        "benchmark": benchmark.name,
-        "prompt_version": known.prompt_version(benchmark.num_fewshot),
-        "num_fewshot": benchmark.num_fewshot,
-        "temperature": temperature,
-        "noise": grid.noise if temperature > 0 else "commit_count",
-        "seed": grid.seed,
-        "decoder": decoder.name,
-        "commits_per_step": decoder.commits_per_step,
-        "threshold": decoder.threshold,
-        "gen_length": benchmark.gen_length or grid.gen_length or known.default_gen_length,
-        "stop": grid.stop,
-        "numerics": grid.numerics,
-        "kernels": grid.kernels,
-    }
-    if model.block_length is not None:
-        settings["block_length"] = model.block_length
-    return settings
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RecordedShape:
+    """What a recorded run says of its checkpoint; its lengths were checked when it was made."""
+
+    block_length: int
+    max_position_embeddings: int = 2**31 - 1
 
 
-def _find(recorded: Recorded, wanted: Mapping[str, Any], trajectories: Path) -> tuple[Cell, tuple[Key, ...]]:
-    """The recorded cell with all the wanted settings. Raises InputError for none, or more than one."""
-    differing = [
-        ([name for name, value in wanted.items() if getattr(cell, name) != value], cell, keys)
-        for cell, keys in recorded.values()
-    ]
-    differing.sort(key=lambda entry: len(entry[0]))
-    names, cell, keys = differing[0]
-    if names:
+def _recorded_models(
+    grid: Grid, recorded: Recorded, trajectories: Path
+) -> tuple[list[Model], dict[str, str]]:
+    """The grid's models as they were recorded, and their weight fingerprints by folder."""
+    models, fingerprints = [], {}
+    for entry in grid.models:
+        cells = [
+            cell
+            for cell, _ in recorded.values()
+            if (cell.model, cell.revision) == (entry.path, entry.revision)
+        ]
+        if not cells:
+            known = sorted({f"{cell.model}@{cell.revision}".rstrip("@") for cell, _ in recorded.values()})
+            raise InputError(
+                f"{trajectories} holds no run of model {entry.path!r} revision {entry.revision!r} (recorded: "
+                f"{', '.join(known)}); record this grid with dlmgrid record GRID --out DIR"
+            )
+        weights = sorted({cell.weight_fingerprint for cell in cells})
+        if len(weights) > 1:
+            raise InputError(
+                f"{trajectories} holds runs of model {entry.path!r} with different weights ({', '.join(weights)}); "
+                "record one of them into its own folder"
+            )
+        folder = Path(entry.path)
+        shape = _RecordedShape(block_length=cells[0].block_length)
+        models.append(Model(entry=entry, folder=folder, shape=shape))
+        fingerprints[str(folder)] = weights[0]
+    return models, fingerprints
+
+
+def _recorded_questions(grid: Grid, sources: Sources, trajectories: Path, entry: BenchmarkEntry) -> Questions:
+    """A benchmark's items as the recorded folder keeps them; none where it was not recorded in this prompt form."""
+    benchmark = find_benchmark(entry, sources)
+    prompt_version = benchmark.prompt_version(entry.num_fewshot)
+    path = trajectories / "inputs" / inputs_file_name(entry.name, prompt_version, entry.num_fewshot)
+    items = list(read_items(path)) if path.is_file() else []
+    return Questions(
+        entry=entry,
+        prompt_version=prompt_version,
+        gen_length=entry.gen_length or grid.gen_length or benchmark.default_gen_length,
+        items=tuple(items[: entry.limit or grid.limit]),
+    )
+
+
+def _recorded_keys(recorded: Recorded, work: CellWork, trajectories: Path) -> tuple[Key, ...]:
+    """The keys of ``work`` that have a trajectory. Raises InputError where its serialized run was not recorded."""
+    reference = work.cell.reference()
+    if reference.cell_key not in recorded:
+        wanted = reference.to_dict()
+        differing = min(
+            (
+                {name: value for name, value in cell.to_dict().items() if wanted[name] != value}
+                for cell, _ in recorded.values()
+            ),
+            key=len,
+        )
         differences = ", ".join(
-            f"{name} {wanted[name]!r} (recorded: {getattr(cell, name)!r})" for name in names
+            f"{name} {wanted[name]!r} (recorded: {value!r})" for name, value in differing.items()
         )
         raise InputError(
             f"{trajectories} holds no run with {differences}; record this grid with dlmgrid record GRID --out DIR"
         )
-    if len(differing) > 1 and not differing[1][0]:
-        other = differing[1][1]
+    available = set(recorded[reference.cell_key][1])
+    for repeat in sorted({key.repeat for key in work.keys} - {key.repeat for key in available}):
         raise InputError(
-            f"{trajectories} holds two runs of model {cell.model!r} that the grid does not tell apart (weights "
-            f"{cell.weight_fingerprint} and {other.weight_fingerprint}); record one of them into its own folder"
+            f"{trajectories} lacks repeat {repeat}; record it with repeats: {repeat + 1} in the grid"
         )
-    return cell, keys
-
-
-def _chosen(
-    grid: Grid, benchmark: BenchmarkEntry, keys: Sequence[Key], trajectories: Path
-) -> tuple[Key, ...]:
-    """The recorded keys that the grid asks for: its first items, its repeats."""
-    items = list(dict.fromkeys(key.item_id for key in keys))[: benchmark.limit or grid.limit]
-    available = set(keys)
-    wanted = [Key(item_id, repeat) for item_id in items for repeat in range(grid.repeats)]
-    for key in wanted:
-        if key not in available:
-            raise InputError(
-                f"{trajectories} lacks repeat {key.repeat} of item {key.item_id!r}; record with repeats: {grid.repeats}"
-            )
-    return tuple(wanted)
-
-
-def _drafted(grid: Grid, cell: Cell, drafters: list[list[DrafterFile]]) -> list[tuple[Cell, str]]:
-    """The recorded cell itself and the grid's methods on it, canonical, each with the path of its drafter's file."""
-    asked = [(cell, "")]
-    for method, files in zip(grid.methods, drafters, strict=True):
-        for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
-            drafted, file = with_drafter(
-                replace(
-                    cell,
-                    method=method.name,
-                    gamma=method.gamma,
-                    budget=budget,
-                    verification=grid.verification,
-                ),
-                files,
-            )
-            asked.append((drafted.canonical(), str(file.path) if file is not None else ""))
-    return asked
+    keys = tuple(key for key in work.keys if key in available)
+    if not keys:
+        raise InputError(f"{trajectories} holds none of the items asked for; record this grid")
+    return keys

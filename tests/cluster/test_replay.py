@@ -132,8 +132,11 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": ["smollm2-135m-bd32"]}, "model 'smollm2-135m-bd32' (recorded: 'reference')"),
-        ({"temperatures": [0, 1.5]}, "temperature 1.5 (recorded: 1.0)"),
+        (
+            {"models": ["smollm2-135m-bd32"]},
+            "no run of model 'smollm2-135m-bd32' revision '' (recorded: reference)",
+        ),
+        ({"temperatures": [0, 1.5]}, "temperature 1.5 (recorded: "),
         ({"seed": 3}, "seed 3 (recorded: 0)"),
         ({"noise": "per_position", "temperatures": [1]}, "noise 'per_position' (recorded: 'commit_count')"),
         ({"decoder": {"name": "static", "commits_per_step": 2}}, "commits_per_step 2 (recorded: 1)"),

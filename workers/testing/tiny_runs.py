@@ -50,7 +50,7 @@ def tiny_decode(
         gen_length=cell.gen_length,
         budget=0 if drafter is None else cell.budget,
         temperature=cell.temperature,
-        rule=build_rule(cell.decoder, cell.commits_per_step, cell.threshold),
+        rule=build_rule(cell),
         noise=NoiseTable(cell.seed, cell.noise),
         stop_token_ids=(),
         verification=cell.verification,

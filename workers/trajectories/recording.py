@@ -62,13 +62,14 @@ class TrajectoryRecorder:
         entropy, tail = _numpy(summary.entropy), _numpy(summary.tail_mass)
         log_tempered = _numpy(summary.log_tempered_mass)
         states, following = _numpy(step.states), _numpy(step.following)
+        starts, counts = block_starts.tolist(), step.commit_counts.tolist()
         for index, sample in enumerate(step.samples.tolist()):
             prompt, rows = prompts[sample], row_of == index
             committed = np.flatnonzero(states[index] != following[index]).astype(np.int32)
             self._steps[prompt.item_id, prompt.repeat].append(
                 _Step(
-                    block_start=int(block_starts[sample]),
-                    commit_count=int(step.commit_counts[index]),
+                    block_start=starts[sample],
+                    commit_count=counts[index],
                     state=states[index].copy(),
                     token_ids=token_ids[rows].reshape(-1),
                     probabilities=probabilities[rows].reshape(-1),

@@ -135,7 +135,7 @@ class ReplayBatch:
             block_starts=self.block_starts[steps],
             keys=self.keys[samples],
             snapshots=snapshots,
-            rule=build_rule(cell.decoder, cell.commits_per_step, cell.threshold),
+            rule=build_rule(cell),
             temperature=cell.temperature,
             noise=NoiseTable(cell.seed, cell.noise),
             stream=VERIFICATIONS[cell.verification],

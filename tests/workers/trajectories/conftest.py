@@ -102,7 +102,7 @@ def record_tiny(tmp_path: Path) -> Callable[..., Recording]:
                 gen_length=asked.gen_length,
                 budget=asked.budget,
                 temperature=asked.temperature,
-                rule=build_rule(asked.decoder, asked.commits_per_step, asked.threshold),
+                rule=build_rule(asked),
                 noise=NoiseTable(asked.seed, asked.noise),
                 stop_token_ids=(),
                 verification=asked.verification,
