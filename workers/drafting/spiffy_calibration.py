@@ -87,7 +87,7 @@ def _token_ranks(inputs: DraftInputs, future: Future, steps: Tensor, commit_coun
     """
     candidates = inputs.snapshots.token_ids
     scores = inputs.snapshots.probabilities
-    if inputs.temperature > 0:
+    if inputs.temperature > 0 and inputs.stream is not None:
         ahead = torch.where(future.steps_ahead == NEVER, 0, future.steps_ahead)
         positions = torch.arange(candidates.shape[1])
         noise = inputs.noise.entries(
