@@ -19,6 +19,7 @@ from dlmgrid.workers.items import Item
 
 PROMPT_VERSION = "words-1"
 HELD_OUT_SEED = 20_260_001
+MAX_ITEMS = 2000
 
 
 def _question(problem: Problem, d: Draw) -> str:
@@ -84,10 +85,11 @@ def train_examples(seed: int, count: int) -> list[Example]:
 
 
 def held_out_items(count: int) -> list[Item]:
-    """The first ``count`` benchmark items; a smaller count gives a prefix of a larger one.
+    """The first ``count`` benchmark items, ``MAX_ITEMS`` at most; a smaller count gives a prefix of a larger.
 
     ``document`` holds ``question``, ``solution`` (worked steps), ``answer`` (int) and ``form``.
     """
+    count = min(count, MAX_ITEMS)
     items: list[Item] = []
     seen: set[tuple[object, ...]] = set()
     for problem, question, solution in _problems(HELD_OUT_SEED):
