@@ -39,7 +39,7 @@ class _GridLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Keys are compared as written, before merging, which may override a key on purpose."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -51,9 +51,10 @@ class _GridLoader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            return super().construct_object(node, deep)
+            compound: Any = super().construct_object(node, deep)
+            return compound
         try:
-            value = super().construct_object(node, deep)
+            value: Any = super().construct_object(node, deep)
         except _CONVERSION_ERRORS as error:
             kind = node.tag.rpartition(":")[2]
             raise _fault(f"{_short(node.value)} cannot be read as {kind}", node) from error

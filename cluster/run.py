@@ -128,10 +128,11 @@ def check_out(out: Path) -> Path:
         out = out.expanduser().absolute()
         existing = next(path for path in (out, *out.parents) if os.path.lexists(path))
         is_folder = existing.is_dir()
-        # a name that is too long shows only when it is looked at
-        out.exists()
+        if existing != out and is_folder:
+            _look_at(out)
     except (OSError, RuntimeError) as error:
-        raise InputError(f"--out {out} is no usable path ({error}); choose another") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--out {out} is no usable path ({reason}); choose another") from error
     if not is_folder:
         raise InputError(
             f"--out {out} is a file; choose a folder"
@@ -141,6 +142,14 @@ def check_out(out: Path) -> Path:
     if existing != out and not os.access(existing, os.W_OK | os.X_OK):
         raise InputError(f"--out {out} cannot be made, {existing} is not writable; choose another")
     return out
+
+
+def _look_at(path: Path) -> None:
+    """Raises OSError for a path that not only is missing but cannot be: a name too long for the file system."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
 
 
 def run_grid(request: RunRequest) -> ExitCode:
