@@ -91,10 +91,11 @@ def check_size(grid: Grid, num_items: Sequence[int] | None = None) -> None:
         raise InputError(
             f"the grid has {num_cells:,} cells; one run takes {MAX_CELLS:,}, split it into several grids"
         )
-    num_rows = per_benchmark * grid.repeats * sum(num_items or [1])
+    at_least = "at least " if num_items is None else ""
+    num_rows = per_benchmark * grid.repeats * sum(num_items or [1] * len(grid.benchmarks))
     if num_rows > MAX_ROWS:
         raise InputError(
-            f"the grid has {num_rows:,} rows ({num_cells:,} cells x items x {grid.repeats:,} repeats); one run takes "
+            f"the grid has {at_least}{num_rows:,} rows ({num_cells:,} cells, {grid.repeats:,} repeats); one run takes "
             f"{MAX_ROWS:,}, lower repeats or limit, or split it into several grids"
         )
 

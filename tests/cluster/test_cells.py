@@ -71,7 +71,11 @@ def test_the_longer_of_two_entries_of_one_benchmark_counts(
         ({"decoder": {"name": "static", "commits_per_step": 33}}, "33 is more than its block of 32 tokens"),
         (
             {"repeats": 10**14},
-            r"the grid has 4,800,000,000,000,000 rows .*; one run takes 2,000,000, lower repeats",
+            r"the grid has at least 400,000,000,000,000 rows .*; one run takes 2,000,000, lower repeats",
+        ),
+        (
+            {"repeats": 50_000},
+            r"the grid has 2,400,000 rows \(4 cells, 50,000 repeats\); one run takes 2,000,000",
         ),
         (
             {"temperatures": [n / 1000 for n in range(1000)], "budgets": list(range(1, 1001))},
