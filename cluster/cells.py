@@ -6,7 +6,8 @@ Everything here runs on the driver before any model loads; only headers of check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import Key
+
+MAX_CELLS = 10_000
+MAX_ROWS = 2_000_000
+"""Bounds of one grid: what one driver plans and holds in a minute and a few gigabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,42 +66,68 @@ class CellWork:
     drafter_source: str = ""
 
 
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """An InputError raised inside says where: ``place`` (a file, or a key of it) is put before its text."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
 def check_methods(grid: Grid, sources: Sources) -> None:
     """Raises InputError for a method that does not exist, not in a live run, or with other parameters than it takes."""
-    for method in grid.methods:
-        if method.name not in sources.methods:
-            known = list(sources.methods)
-            if method.name in DIAGNOSTIC_METHODS:
-                raise InputError(
-                    f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay"
-                )
-            raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
-        takes = sources.methods[method.name].parameters
-        for name in ("checkpoint", "graph", "gamma"):
-            is_given = getattr(method, name) is not None
-            if is_given and name not in takes:
-                raise InputError(f"method {method.name!r} takes no {name}; remove it")
-            if name in takes and not is_given:
-                raise InputError(
-                    f"method {method.name!r} needs {name}; see dlmgrid methods {method.name} for how to make one"
-                )
+    for index, method in enumerate(grid.methods):
+        with naming(f"methods[{index}]"):
+            _check_method(method, sources)
+
+
+def _check_method(method: MethodEntry, sources: Sources) -> None:
+    if method.name not in sources.methods:
+        if method.name in DIAGNOSTIC_METHODS:
+            raise InputError(f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay")
+        known = list(sources.methods)
+        raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
+    takes = sources.methods[method.name].parameters
+    for name in ("checkpoint", "graph", "gamma"):
+        is_given = getattr(method, name) is not None
+        if is_given and name not in takes:
+            raise InputError(f"method {method.name!r} takes no {name}; remove it")
+        if name in takes and not is_given:
+            raise InputError(
+                f"method {method.name!r} needs {name}; see dlmgrid methods {method.name} for how to make one"
+            )
+
+
+def check_size(grid: Grid, num_items: Sequence[int] | None = None) -> None:
+    """Raises InputError for a grid of more cells or rows than one run can plan.
+
+    ``num_items`` counts the items of each benchmark; None, before they are loaded: cells only.
+    """
+    budgets = sum(
+        1 if method.name == "none" else len(method.budgets or grid.budgets or [0]) for method in grid.methods
+    )
+    per_benchmark = len(grid.models) * len(grid.decoder) * len(grid.temperatures) * budgets
+    num_cells = per_benchmark * len(grid.benchmarks)
+    if num_cells > MAX_CELLS:
+        raise InputError(
+            f"the grid has {num_cells:,} cells; one run takes {MAX_CELLS:,}, split it into several grids"
+        )
+    at_least = "at least " if num_items is None else ""
+    num_rows = per_benchmark * grid.repeats * sum(num_items or [1] * len(grid.benchmarks))
+    if num_rows > MAX_ROWS:
+        raise InputError(
+            f"the grid has {at_least}{num_rows:,} rows ({num_cells:,} cells, {grid.repeats:,} repeats); one run takes "
+            f"{MAX_ROWS:,}, lower repeats or limit, or split it into several grids"
+        )
 
 
 def find_models(grid: Grid, sources: Sources) -> list[Model]:
     """Find every checkpoint and check its headers. Raises InputError for a missing or unfit one."""
     models = []
-    for entry in grid.models:
-        folder = sources.resolve_checkpoint(entry.path, entry.revision).absolute()
-        shape = sources.check_checkpoint(folder, entry.block_length)
-        block_length = entry.block_length or shape.block_length
-        for decoder in grid.decoder:
-            if decoder.commits_per_step > block_length:
-                raise InputError(
-                    f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its "
-                    "block "
-                    f"of {block_length} tokens; lower it"
-                )
-        models.append(Model(entry=entry, folder=folder, shape=shape))
+    for index, entry in enumerate(grid.models):
+        with naming(f"models[{index}]"):
+            models.append(_find_model(entry, grid.decoder, sources))
     return models
 
 
@@ -108,32 +139,59 @@ def find_benchmark(entry: BenchmarkEntry, sources: Sources) -> Benchmark:
     return sources.get_benchmark(entry.name)
 
 
+def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: Sources) -> Model:
+    folder = sources.resolve_checkpoint(entry.path, entry.revision).absolute()
+    shape = sources.check_checkpoint(folder, entry.block_length)
+    block_length = entry.block_length or shape.block_length
+    for decoder in decoders:
+        if decoder.commits_per_step > block_length:
+            raise InputError(
+                f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its block "
+                f"of {block_length} tokens; lower it"
+            )
+    return Model(entry=entry, folder=folder, shape=shape)
+
+
 def load_questions(grid: Grid, sources: Sources, data: str | None, limit: int | None) -> list[Questions]:
     """Load the items of every benchmark; ``limit`` caps each. Raises InputError for an unknown benchmark,
     missing data, or item ids given twice."""
     loaded = []
-    for entry in grid.benchmarks:
-        benchmark = find_benchmark(entry, sources)
-        if entry.num_fewshot > benchmark.max_fewshot:
-            raise InputError(
-                f"benchmark {entry.name!r}: num_fewshot {entry.num_fewshot} is more than the "
-                f"{benchmark.max_fewshot} examples it has; lower it"
-            )
+    for index, entry in enumerate(grid.benchmarks):
         limits = [bound for bound in (entry.limit or grid.limit, limit) if bound is not None]
-        items = benchmark.load(data, min(limits, default=None), entry.num_fewshot)
-        if not items:
-            raise InputError(f"benchmark {entry.name!r} has no items; check its data source")
-        if len({item.item_id for item in items}) != len(items):
-            raise InputError(f"benchmark {entry.name!r} gives an item id twice; mend its data")
-        loaded.append(
-            Questions(
-                entry=entry,
-                prompt_version=benchmark.prompt_version(entry.num_fewshot),
-                gen_length=entry.gen_length or grid.gen_length or benchmark.default_gen_length,
-                items=tuple(items),
-            )
-        )
+        with naming(f"benchmarks[{index}]"):
+            loaded.append(_load(entry, grid.gen_length, sources, data, min(limits, default=None)))
     return loaded
+
+
+def _load(
+    entry: BenchmarkEntry, gen_length: int | None, sources: Sources, data: str | None, limit: int | None
+) -> Questions:
+    benchmark = find_benchmark(entry, sources)
+    if entry.num_fewshot > benchmark.max_fewshot:
+        raise InputError(
+            f"benchmark {entry.name!r}: num_fewshot {entry.num_fewshot} is more than the "
+            f"{benchmark.max_fewshot} examples it has; lower it"
+        )
+    items = benchmark.load(data, limit, entry.num_fewshot)
+    if not items:
+        raise InputError(f"benchmark {entry.name!r} has no items; check its data source")
+    if len({item.item_id for item in items}) != len(items):
+        raise InputError(f"benchmark {entry.name!r} gives an item id twice; mend its data")
+    return Questions(
+        entry=entry,
+        prompt_version=benchmark.prompt_version(entry.num_fewshot),
+        gen_length=entry.gen_length or gen_length or benchmark.default_gen_length,
+        items=tuple(items),
+    )
+
+
+def check_prompts(models: Sequence[Model], questions: Sequence[Questions], sources: Sources) -> None:
+    """Render and encode one item of every benchmark for every model. Raises InputError for a chat template that is
+    unknown, broken or missing, and for a tokenizer that cannot be loaded."""
+    items = [asked.items[0] for asked in questions]
+    for index, model in enumerate(models):
+        with naming(f"models[{index}]"):
+            sources.check_prompts(model.folder, model.entry.chat_template, items)
 
 
 def make_cells(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,49 @@ def describe_resources(resources: Resources) -> str:
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     need = f"{resources.cpus_per_actor} CPU" + (f", {resources.num_gpus:g} GPU" if resources.num_gpus else "")
     return f"needs {need} an actor; the cluster has {cluster_amounts()} (free: {_amounts(free)})"
+
+
+def describe_wait(resources: Resources, num_starting: int, *, is_own: bool) -> str:
+    """Why ``num_starting`` actors are not up, as far as the cluster's amounts and this machine's load tell."""
+    return explain_wait(
+        resources,
+        num_starting,
+        free=ray.available_resources(),  # type: ignore[no-untyped-call]
+        is_own=is_own,
+        load=os.getloadavg()[0],
+        num_cpus=os.cpu_count() or 1,
+    )
+
+
+def explain_wait(
+    resources: Resources,
+    num_starting: int,
+    *,
+    free: Mapping[str, float],
+    is_own: bool,
+    load: float,
+    num_cpus: int,
+) -> str:
+    """Whether actors hold what they need and are starting, or wait for it; and whether the machine is too busy.
+
+    ``free`` is what Ray has not handed out, ``load`` the runnable processes of the last minute on ``num_cpus``. A
+    Ray of one's own (``is_own``) is used by nobody else, so what is not free there is held by these actors.
+    """
+    actors = f"{num_starting} actor{'s' if num_starting != 1 else ''}"
+    lacks = free.get("CPU", 0) < resources.cpus_per_actor or free.get("GPU", 0) < resources.num_gpus
+    if not num_starting:
+        text = "none is asked for yet, the cluster is too small for one"
+    elif not lacks:
+        text = f"there is room for more, Ray is still starting the processes of {actors}"
+    elif is_own:
+        text = f"the resources are held by this run's own {actors}, still starting"
+    else:
+        text = (
+            f"the resources are held by this run's {actors}, still starting, or by others (see `ray status`)"
+        )
+    if is_own and load > num_cpus:
+        text += f"; this machine is busy (load {load:.1f} on {num_cpus} CPUs), which makes that slow"
+    return text
 
 
 def cluster_amounts() -> str:

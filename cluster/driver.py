@@ -19,7 +19,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from dlmgrid.cluster.admission import admit, check_references
-from dlmgrid.cluster.connect import Connection, actor_options, cluster_amounts, describe_resources, num_slots
+from dlmgrid.cluster.connect import (
+    Connection,
+    actor_options,
+    cluster_amounts,
+    describe_resources,
+    describe_wait,
+    num_slots,
+)
 from dlmgrid.cluster.failures import Failure, classify, first_line, raised_in_worker
 from dlmgrid.cluster.grid import Resources
 from dlmgrid.cluster.plan import Chain
@@ -188,7 +195,7 @@ class Driver:
                     f"no actor can start: each {describe_resources(self._resources)}; lower resources in "
                     "the grid"
                 )
-            target = self._resources.num_actors or max(1, min(possible, scheduler.num_chains))
+            target = max(1, min(self._resources.num_actors or possible, scheduler.num_chains))
             for index in range(len(self._slots), target):
                 self._slots.append(_Slot(index=index))
         for slot in self._slots:
@@ -381,15 +388,18 @@ class Driver:
             return
         waited = now - self._unready_since
         if waited > self._resources.wait_seconds:
-            message = f"no actor came up within {waited:.0f} s: each {describe_resources(self._resources)}"
+            message = f"no actor came up within {waited:.0f} s: {self._describe_wait()}"
             if self._fingerprint is None:
                 raise InputError(f"{message}; add nodes, lower resources, or raise resources.wait_seconds")
             raise WorkersUnavailableError(f"{message}; run the same command again when the cluster is back")
         if now > self._next_word:
             self._next_word = now + SAY_SECONDS
-            self._progress.say(
-                f"waiting {waited:.0f} s for actors: each {describe_resources(self._resources)}"
-            )
+            self._progress.say(f"waiting {waited:.0f} s for actors: {self._describe_wait()}")
+
+    def _describe_wait(self) -> str:
+        num_starting = sum(slot.starting is not None for slot in self._slots)
+        why = describe_wait(self._resources, num_starting, is_own=self._connection.is_own)
+        return f"each {describe_resources(self._resources)}; {why}"
 
 
 def _label(unit: WorkUnit) -> str:

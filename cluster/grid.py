@@ -14,12 +14,13 @@ one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Sequence
+import re
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,10 +31,14 @@ from pydantic import (
     model_validator,
 )
 
+from dlmgrid.cluster.grid_text import parse_yaml
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 
 MAX_BUDGET = 4096
+MAX_ACTORS = 4096
+MAX_CPUS_PER_ACTOR = 1024
+MAX_GPUS_PER_ACTOR = 64
 
 Budget = Annotated[int, Field(ge=0, le=MAX_BUDGET)]
 Count = Annotated[int, Field(ge=1)]
@@ -65,7 +70,7 @@ class _Entry(BaseModel):
             known = list(cls.model_fields)
             for key in values:
                 if key not in known:
-                    raise ValueError(f"unknown key {key!r}; {_nearest(str(key), known)}")
+                    raise ValueError(f"unknown key {_shown(key)}; {_nearest(str(key), known)}")
         return values
 
 
@@ -158,9 +163,9 @@ class Resources(_Entry):
     replaced.
     """
 
-    num_actors: Count | None = None
-    cpus_per_actor: Count = 1
-    gpus_per_actor: Annotated[float, Field(ge=0)] | None = None
+    num_actors: Annotated[int, Field(ge=1, le=MAX_ACTORS)] | None = None
+    cpus_per_actor: Annotated[int, Field(ge=1, le=MAX_CPUS_PER_ACTOR)] = 1
+    gpus_per_actor: Annotated[float, Field(ge=0, le=MAX_GPUS_PER_ACTOR)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     wait_seconds: Annotated[float, Field(gt=0)] = 600
     unit_seconds: Annotated[float, Field(gt=0)] = 7200
@@ -261,10 +266,7 @@ def read_grid(path: Path) -> GridFile:
 
 def parse_grid(text: str, origin: str) -> Grid:
     """Validate the text of a grid file; ``origin`` names it in errors. Raises InputError."""
-    try:
-        values = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise InputError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
+    values = parse_yaml(text, origin)
     if not isinstance(values, dict):
         raise InputError(
             f"{origin}: the grid is empty or not a mapping; start with name:, models:, benchmarks:"
@@ -273,21 +275,6 @@ def parse_grid(text: str, origin: str) -> Grid:
         return Grid.model_validate(values)
     except ValidationError as error:
         raise InputError(f"{origin}: {_first_error(error)}") from error
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice in one mapping (plain YAML keeps the last)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _spell_out(values: Any, key: str) -> Any:
@@ -323,8 +310,42 @@ def _first_error(error: ValidationError) -> str:
             f"{place}: budget {found} is impossible; the number of drafted nodes a round is 0 to {MAX_BUDGET}"
         )
     if kind == "literal_error":
-        return f"{place}: {found!r} is not one of {limits['expected']}"
+        return f"{place}: {_shown(found)} is not one of {limits['expected']}"
+    if kind == "model_type":
+        return f"{place}: should be a mapping of keys to values{_or_name(place)} (found {_shown(found)})"
+    if kind in ("int_type", "float_type") and isinstance(found, str) and _EXPONENT.fullmatch(found):
+        return f"{place}: YAML reads {found} as text; write {_as_yaml_number(found, kind)}"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if kind == "value_error":
         return f"{place}: {message}" if place else message
-    return f"{place}: {message[0].lower()}{message[1:]} (found {found!r})"
+    return f"{place}: {message[0].lower()}{message[1:]} (found {_shown(found)})"
+
+
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
+"""Numbers that YAML 1.2 reads as such and YAML 1.1 as text, for want of a point or of the exponent's sign."""
+
+_NAMED = ("models", "benchmarks", "methods", "decoder")
+"""Lists whose entries may be a bare name."""
+
+
+def _as_yaml_number(text: str, kind: str) -> str:
+    """The same number as YAML 1.1 wants it: whole where an integer is due and it is one, else with point and
+    signed exponent."""
+    value = float(text)
+    if kind == "int_type" and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    mantissa, _, exponent = text.lower().partition("e")
+    point = "" if "." in mantissa else ".0"
+    sign = "" if exponent[0] in "+-" else "+"
+    return f"{mantissa}{point}e{sign}{exponent}"
+
+
+def _or_name(place: str) -> str:
+    return ", or a name" if place.partition("[")[0] in _NAMED else ""
+
+
+def _shown(found: Any) -> str:
+    """What stands in the file, cut to a line whatever it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(found)

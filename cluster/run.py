@@ -6,6 +6,7 @@ resumes: only missing keys are planned, and with none missing no actor starts.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -23,14 +24,18 @@ from dlmgrid.cluster.cells import (
     Model,
     Questions,
     check_methods,
+    check_prompts,
+    check_size,
     find_models,
     load_questions,
     make_cells,
+    naming,
 )
 from dlmgrid.cluster.connect import Connection, connect, num_slots
 from dlmgrid.cluster.driver import UNIT_RUNNER, Driver, WorkersUnavailableError, fingerprint_weights
 from dlmgrid.cluster.fingerprints import FingerprintCache, resolve_fingerprints
 from dlmgrid.cluster.grid import Grid, GridFile
+from dlmgrid.cluster.grid_remarks import grid_remarks
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.progress import Counts, Progress, Style
@@ -75,27 +80,39 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A grid with its names looked up and its input checked, before weights are read."""
+    """A grid with its names looked up and its input checked, before weights are read. ``remarks`` say, one line
+    each, what of it will not happen as written."""
 
     grid: Grid
     models: list[Model]
     questions: list[Questions]
+    remarks: list[str]
 
 
-def look_up(grid: Grid, sources: Sources, *, data: str | None, limit: int | None) -> Asked:
-    """Check every name, checkpoint header and data source. Raises InputError for the first that is wrong."""
-    check_methods(grid, sources)
-    models = find_models(grid, sources)
-    questions = load_questions(grid, sources, data, limit)
-    make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
-    return Asked(grid=grid, models=models, questions=questions)
+def look_up(
+    grid: Grid, sources: Sources, *, data: str | None, limit: int | None, origin: str = "grid"
+) -> Asked:
+    """Check every name, checkpoint header, data source and chat template.
+
+    Raises InputError for the first that is wrong, its text preceded by ``origin``, the grid file.
+    """
+    with naming(origin):
+        check_methods(grid, sources)
+        check_size(grid)
+        models = find_models(grid, sources)
+        questions = load_questions(grid, sources, data, limit)
+        check_size(grid, [len(asked.items) for asked in questions])
+        check_prompts(models, questions, sources)
+        make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
+    return Asked(grid=grid, models=models, questions=questions, remarks=grid_remarks(grid, questions, limit))
 
 
 def check_out(out: Path) -> Path:
-    """The output folder as an absolute path.
+    """The output folder as an absolute path: one that is there, or one that can be made.
 
-    Raises InputError under a Ray job for a relative path, or one inside the job's own copy of the working
-    folder: what is written there vanishes with the job.
+    Raises InputError for a file, for a place below a file or where nothing may be written, and under a Ray job
+    for a relative path, or one inside the job's own copy of the working folder: what is written there vanishes
+    with the job.
     """
     if submission_id() is not None:
         if not out.is_absolute():
@@ -108,17 +125,47 @@ def check_out(out: Path) -> Path:
             raise InputError(
                 f"--out {out} lies in the job's temporary copy of the code, which vanishes; choose another"
             )
-    out = out.expanduser().absolute()
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; choose a folder")
+    try:
+        out = out.expanduser().absolute()
+        existing = next(path for path in (out, *out.parents) if os.path.lexists(path))
+        is_folder = existing.is_dir()
+        if existing != out and is_folder:
+            _look_at(out)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--out {out} is no usable path ({reason}); choose another") from error
+    if not is_folder:
+        raise InputError(
+            f"--out {out} is a file; choose a folder"
+            if existing == out
+            else f"--out {out} lies below {existing}, which is no folder; choose another"
+        )
+    if existing != out and not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"--out {out} cannot be made, {existing} is not writable; choose another")
     return out
+
+
+def _look_at(path: Path) -> None:
+    """Raises OSError for a path that not only is missing but cannot be: a name too long for the file system."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
 
 
 def run_grid(request: RunRequest) -> ExitCode:
     """Run a grid into a folder. Raises InputError for bad input; every other end is a code and a run
     record."""
     out = check_out(request.out)
-    asked = look_up(request.grid.grid, request.sources, data=request.data, limit=request.limit)
+    asked = look_up(
+        request.grid.grid,
+        request.sources,
+        data=request.data,
+        limit=request.limit,
+        origin=str(request.grid.path),
+    )
+    for remark in asked.remarks:
+        request.say(f"note: {remark}")
     store = Store(out)
     store.create()
     run_id = new_run_id()

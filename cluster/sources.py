@@ -61,7 +61,8 @@ class Sources:
     """Look-ups that raise InputError naming what is unknown or missing and the remedy.
 
     ``check_checkpoint`` takes the folder and the grid's block length (None: the checkpoint's own) and reads
-    headers only; ``weight_fingerprint`` reads every weight, so the driver has a worker do it.
+    headers only; ``weight_fingerprint`` reads every weight, so the driver has a worker do it;
+    ``check_prompts`` takes the folder, the grid's chat template ("": the checkpoint's own) and items to try.
     """
 
     methods: Mapping[str, MethodInfo]
@@ -70,6 +71,7 @@ class Sources:
     resolve_checkpoint: Callable[[str, str], Path]
     check_checkpoint: Callable[[Path, int | None], ModelShape]
     weight_fingerprint: Callable[[Path], str]
+    check_prompts: Callable[[Path, str, Sequence[Item]], None]
 
 
 def installed_sources() -> Sources:
@@ -79,6 +81,7 @@ def installed_sources() -> Sources:
     from dlmgrid.workers.models.catalog import resolve_checkpoint
     from dlmgrid.workers.models.checkpoint import check_checkpoint
     from dlmgrid.workers.models.fingerprint import weight_fingerprint
+    from dlmgrid.workers.tokenization import check_prompts
 
     methods: Mapping[str, Any] = METHODS
     return Sources(
@@ -88,4 +91,5 @@ def installed_sources() -> Sources:
         resolve_checkpoint=resolve_checkpoint,
         check_checkpoint=check_checkpoint,
         weight_fingerprint=weight_fingerprint,
+        check_prompts=check_prompts,
     )

@@ -106,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = next((word for word in words if not word.startswith("-")), "")
     try:
+        _refuse_impossible(words)
         app = build_app([called] if called in COMMANDS else [])
         app(words, prog_name="dlmgrid")
     except InputError as error:
@@ -113,6 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _refuse_impossible(words: Sequence[str]) -> None:
+    """Raises InputError for an argument that is empty (as a path that would be the current folder) or that no path
+    can hold."""
+    for before, word in zip(["", *words], words, strict=False):
+        name = before if before.startswith("--") else "argument"
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise InputError(f"{word.rstrip('=') or name} is empty; give a value (an unset shell variable?)")
+        if "\0" in word:
+            raise InputError(f"{name} {word!r} holds a NUL character; remove it")
 
 
 def _show_version(asked: bool) -> None:

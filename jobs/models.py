@@ -14,6 +14,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.catalog import REFERENCE, known_models, resolve_checkpoint
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
+from dlmgrid.workers.tokenization import load_tokenizer
 
 GIB = 2**30
 
@@ -58,6 +59,11 @@ def _list_models() -> None:
 def _check(path: str) -> None:
     folder = resolve_checkpoint(path)
     config = check_checkpoint(folder)
+    encoder = load_tokenizer(folder)
+    encoder.check_template()
+    template = "the checkpoint's own, renders a message"
+    if encoder.template is None:
+        template = "none: chat benchmarks need `chat_template: chatml` for this model in the grid"
     console = Console(soft_wrap=True, highlight=False)
     heads = f"{config.num_attention_heads} heads over {config.num_key_value_heads}"
     stops = ", ".join(map(str, config.stop_token_ids))
@@ -69,7 +75,8 @@ def _check(path: str) -> None:
         ("vocabulary", f"{config.vocab_size}, mask token {config.mask_token_id}, stop tokens {stops}"),
         ("block length", str(config.block_length)),
         ("positions", str(config.max_position_embeddings)),
+        ("chat template", template),
         ("weights", weight_fingerprint(folder)),
     ):
-        console.print(f"{label + ':':<14}{text}", markup=False)
-    console.print("ok: every tensor, id and token is as the configuration says")
+        console.print(f"{label + ':':<15}{text}", markup=False)
+    console.print("ok: every tensor, id and token is as the configuration says, and the tokenizer loads")

@@ -7,6 +7,7 @@ With ``--out`` it says what is still missing there; with ``--units FILE`` it wri
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,12 +22,14 @@ from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
-from dlmgrid.cluster.run import copy_drafters, look_up, refuse_another_grid
+from dlmgrid.cluster.run import check_out, copy_drafters, look_up, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.units import WorkUnit
+
+MAX_CELLS_SHOWN = 1000
 
 
 def command(
@@ -60,12 +63,15 @@ def show_plan(
     """Print the plan of a grid, and write its units when asked. Raises InputError for bad input."""
     if units is not None and out is None:
         raise InputError("--units needs --out: the units name files of the output folder")
+    if out is not None:
+        out = check_out(out)
     grid = read_grid(grid_path).grid
-    asked = look_up(grid, sources, data=data, limit=limit)
+    asked = look_up(grid, sources, data=data, limit=limit, origin=str(grid_path))
+    for remark in asked.remarks:
+        typer.echo(f"note: {remark}")
     store: Store | None = None
     fingerprints = {str(model.folder): "" for model in asked.models}
     if out is not None:
-        out = out.expanduser().absolute()
         store = Store(out)
         store.load(repair=False, say=typer.echo)
         fingerprints = {str(model.folder): sources.weight_fingerprint(model.folder) for model in asked.models}
@@ -94,7 +100,10 @@ def show_plan(
             lock.release()
         planned = name_files(chains, store)
         units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {len(planned)} units to {units}; next: dlmgrid decode {units}, then dlmgrid run")
+        typer.echo(
+            f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))}, then "
+            "dlmgrid run"
+        )
 
 
 def name_files(chains: Sequence[Chain], store: Store) -> list[WorkUnit]:
@@ -123,7 +132,7 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
         table.add_column(
             name, justify="left" if name in ("cell", "model", "benchmark", "method") else "right"
         )
-    for work in works:
+    for work in works[:MAX_CELLS_SHOWN]:
         cell = work.cell
         missing = len(work.keys if store is None else store.missing(cell.cell_key, work.keys))
         values = [
@@ -139,6 +148,8 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
         ]
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
     Console(width=160).print(table)
+    if len(works) > MAX_CELLS_SHOWN:
+        typer.echo(f"… and {len(works) - MAX_CELLS_SHOWN} more cells")
 
 
 def _decoder_text(cell: Cell) -> str:

@@ -7,6 +7,7 @@ not; 5 stopped or incomplete (run the same command again).
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -60,9 +61,11 @@ def summary(out: Path, code: ExitCode) -> str:
     counts = json.loads((out / "progress.json").read_text()) if (out / "progress.json").exists() else {}
     stored, wanted = counts.get("num_stored", 0) + counts.get("num_done", 0), counts.get("num_wanted", 0)
     rows = f"{stored}/{wanted} rows in {out}"
+    folder = shlex.quote(str(out))
     return {
-        ExitCode.DONE: f"done: {rows}, all without error; next: dlmgrid score {out}",
-        ExitCode.ROWS_FAILED: f"done, but some rows hold an error: {rows}; again: --retry-failed",
-        ExitCode.NOT_EXACT: f"NOT EXACT, rows differ from their serialized run: {rows}; see dlmgrid check {out}",
+        ExitCode.DONE: f"done: {rows}, all without error; next: dlmgrid score {folder}",
+        ExitCode.ROWS_FAILED: f"done, but some rows hold an error: {rows}; see their column error, mend the cause, "
+        "then run the same command with --retry-failed",
+        ExitCode.NOT_EXACT: f"NOT EXACT, rows differ from their serialized run: {rows}; see dlmgrid check {folder}",
         ExitCode.INCOMPLETE: f"incomplete: {rows}; run the same command again",
     }[code]

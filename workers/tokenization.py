@@ -9,6 +9,7 @@ beginning-of-sequence token that the tokenizer adds, if it adds one.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ _QWEN2_SPLIT = (
     r"|\s+(?!\S)|\s+"
 )
 """How Qwen2's tokenizer splits text before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
+
+_PROBE = "What is 2 + 3?"
+_TEMPLATE_REMEDY = "mend it, or set `chat_template: chatml` for this model in the grid"
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "sep_token", "cls_token")
 
@@ -71,7 +75,24 @@ class PromptEncoder:
             raise InputError(
                 f"{self.folder}: chat template refuses item {item.item_id!r} ({error})"
             ) from error
+        except Exception as error:  # a template is a program: whatever it raises is a fault of its own
+            raise InputError(
+                f"{self.folder}: chat template fails on item {item.item_id!r} ({type(error).__name__}: {error}); "
+                f"{_TEMPLATE_REMEDY}"
+            ) from error
         return text + item.assistant_prefix
+
+    def check_template(self) -> None:
+        """Render a probe message. Raises InputError for a template that fails on it or leaves it out; without a
+        template there is nothing to check."""
+        if self.template is None:
+            return
+        text = self.render(Item(item_id="probe", messages=[{"role": "user", "content": _PROBE}]))
+        if _PROBE not in text:
+            raise InputError(
+                f"{self.folder}: chat template leaves out the user's message (it gives {_shortened(text)}); "
+                f"{_TEMPLATE_REMEDY}"
+            )
 
     def encode(self, item: Item) -> list[int]:
         """Token ids of the item's prompt. Raises InputError as :meth:`render` does, and for an empty
@@ -119,9 +140,11 @@ def load_tokenizer(folder: Path | str, chat_template: str = "") -> PromptEncoder
     if source is not None:
         try:
             template = _environment().from_string(source)
-        except TemplateError as error:
-            raise InputError(f"{where}: chat template cannot be read ({error})") from error
-    special = {name: _content(settings[name]) for name in _SPECIAL_NAMES if settings.get(name) is not None}
+        except (TemplateError, RecursionError) as error:
+            raise InputError(
+                f"{where}: chat template cannot be read ({error}); {_TEMPLATE_REMEDY}"
+            ) from error
+    special = _special_tokens(folder, settings)
     return PromptEncoder(
         folder=folder,
         tokenizer=_load_backend(folder, settings),
@@ -137,6 +160,14 @@ def chat_template_source(folder: Path | str, chat_template: str = "") -> str | N
     Raises InputError as that function does.
     """
     return _template_source(Path(folder), _read_settings(Path(folder)), chat_template)[0]
+def check_prompts(folder: Path, chat_template: str, items: Sequence[Item]) -> None:
+    """Encode ``items`` as a worker would. Raises InputError as :func:`load_tokenizer`, :meth:`PromptEncoder.encode`
+    and, where one of them is a chat, :meth:`PromptEncoder.check_template` do."""
+    encoder = load_tokenizer(folder, chat_template)
+    if any(item.messages is not None for item in items):
+        encoder.check_template()
+    for item in items:
+        encoder.encode(item)
 
 
 def shipped_templates() -> list[str]:
@@ -152,14 +183,27 @@ def _template_source(folder: Path, settings: dict[str, Any], name: str) -> tuple
         return path.read_text(encoding="utf-8"), path
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8"), path
+        return _read_template(path), path
     own = settings.get("chat_template")
     path = folder / "tokenizer_config.json"
     if isinstance(own, list):  # several named templates: the one called default
-        own = next((entry.get("template") for entry in own if entry.get("name") == "default"), None)
+        if not all(isinstance(entry, dict) and isinstance(entry.get("template"), str) for entry in own):
+            raise InputError(
+                f"{path}: chat_template is a list, but not of named templates; {_TEMPLATE_REMEDY}"
+            )
+        own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
     if own is not None and not isinstance(own, str):
-        raise InputError(f"{path}: chat_template is a {type(own).__name__}, expected text")
+        raise InputError(
+            f"{path}: chat_template is a {type(own).__name__}, expected text; {_TEMPLATE_REMEDY}"
+        )
     return own, path
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: chat template cannot be read ({error}); {_TEMPLATE_REMEDY}") from error
 
 
 def _load_backend(folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -203,7 +247,7 @@ def _qwen2_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     added = settings.get("added_tokens_decoder", {})
-    named = {_content(settings[name]) for name in _SPECIAL_NAMES if settings.get(name) is not None}
+    named = set(_special_tokens(folder, settings).values())
     for token, about in sorted(added.items(), key=lambda pair: int(pair[0])):
         special = about.get("special", False) or about["content"] in named
         content = AddedToken(
@@ -261,6 +305,23 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _content(token: Any) -> str:
-    """A special token's text: written plain or as an object."""
-    return str(token["content"] if isinstance(token, dict) else token)
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name, each written plain or as an object with its ``content``."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = settings.get(name)
+        if token is None:
+            continue
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise InputError(
+                f"{folder / 'tokenizer_config.json'}: {name} is {_shortened(token)}, expected text or an object "
+                "with its content"
+            )
+        found[name] = text
+    return found
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

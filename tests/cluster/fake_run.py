@@ -23,6 +23,7 @@ SOURCES = Sources(
     resolve_checkpoint=fake_catalog.resolve_checkpoint,
     check_checkpoint=fake_catalog.check_checkpoint,
     weight_fingerprint=fake_catalog.weight_fingerprint,
+    check_prompts=fake_catalog.check_prompts,
 )
 
 

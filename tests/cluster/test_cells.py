@@ -100,9 +100,12 @@ def test_the_longer_of_two_entries_of_one_benchmark_counts(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ["sdd"]}, "method 'sdd' does not exist; did you mean 'ssd'?"),
-        ({"benchmarks": ["leters"]}, "benchmark 'leters' does not exist; did you mean 'letters'?"),
-        ({"models": ["nowhere"]}, "model 'nowhere' has no checkpoint"),
+        ({"methods": ["sdd"]}, r"^grid: methods\[0\]: method 'sdd' does not exist; did you mean 'ssd'?"),
+        (
+            {"benchmarks": ["letters", "leters"]},
+            r"^grid: benchmarks\[1\]: benchmark 'leters' does not exist; did you mean 'letters'?",
+        ),
+        ({"models": ["nowhere"]}, r"^grid: models\[0\]: model 'nowhere' has no checkpoint"),
         (
             {"gen_length": 513},
             "gen_length 513 of benchmark 'letters' is more than the 512 positions of model",
@@ -112,6 +115,18 @@ def test_the_longer_of_two_entries_of_one_benchmark_counts(
             "num_fewshot 1 is more than the 0 examples",
         ),
         ({"decoder": {"name": "static", "commits_per_step": 33}}, "33 is more than its block of 32 tokens"),
+        (
+            {"repeats": 10**14},
+            r"the grid has at least 400,000,000,000,000 rows .*; one run takes 2,000,000, lower repeats",
+        ),
+        (
+            {"repeats": 50_000},
+            r"the grid has 2,400,000 rows \(4 cells, 50,000 repeats\); one run takes 2,000,000",
+        ),
+        (
+            {"temperatures": [n / 1000 for n in range(1000)], "budgets": list(range(1, 1001))},
+            "the grid has 1,001,000 cells; one run takes 10,000, split it",
+        ),
     ],
 )
 def test_what_does_not_exist_or_fit_is_named(
@@ -119,6 +134,45 @@ def test_what_does_not_exist_or_fit_is_named(
 ) -> None:
     with pytest.raises(InputError, match=message):
         look_up(read_grid(write_grid(**changes)).grid, sources, data=None, limit=None)
+
+
+def test_a_chat_template_is_tried_before_anything_is_run(
+    write_grid: Callable[..., Path], sources: Sources, checkpoint: Path
+) -> None:
+    grid = read_grid(write_grid(models=[str(checkpoint), {"path": str(checkpoint), "chat_template": "nope"}]))
+    with pytest.raises(
+        InputError, match=r"^g.yaml: models\[1\]: .*chat_template 'nope' is not one of chatml"
+    ):
+        look_up(grid.grid, sources, data=None, limit=None, origin="g.yaml")
+
+
+def test_what_is_folded_or_has_no_effect_is_said(
+    write_grid: Callable[..., Path], sources: Sources, checkpoint: Path
+) -> None:
+    def remarks(**changes: Any) -> list[str]:
+        return look_up(read_grid(write_grid(**changes)).grid, sources, data=None, limit=None).remarks
+
+    assert remarks() == []
+    assert remarks(
+        models=[str(checkpoint), str(checkpoint)],
+        benchmarks=["letters", {"name": "letters", "limit": 3}],
+        temperatures=[1, 1.0],
+        methods=["ssd", "ssd"],
+        budgets=[4, 4],
+    ) == [
+        f"models: {checkpoint} is given more than once; each cell is run once",
+        "benchmarks: letters is given more than once; each cell is run once",
+        "temperatures: 1 is given more than once; each cell is run once",
+        "methods: ssd with budget 4 is given more than once; each cell is run once",
+    ]
+    assert remarks(methods=[{"name": "none", "budgets": [3]}, {"name": "ssd", "budgets": [0]}]) == [
+        "methods: none drafts nothing; its budgets [3] are not used",
+        "methods: ssd with budget 0 is the draft-free cell, which is run once",
+    ]
+    assert remarks(limit=13) == ["benchmark letters has 12 items; limit 13 takes them all"]
+    (actors, cpus) = remarks(resources={"num_actors": 1000, "cpus_per_actor": 1024})
+    assert actors.startswith("resources: num_actors 1000 is more than the 24 samples")
+    assert cpus.startswith("resources: cpus_per_actor 1024 is more than the ")
 
 
 def test_a_block_length_that_does_not_fit_and_missing_data_are_named(

@@ -103,12 +103,46 @@ def test_decoders_take_their_own_settings() -> None:
         (GOOD + "resources: {gpus_per_actor: 1}", "g: resources: gpus_per_actor needs device: cuda"),
         (GOOD + "resources: {device: cuda, gpus_per_actor: 0}", "needs gpus_per_actor above 0"),
         (GOOD + "repeats: 0", "g: repeats: should be greater than or equal to 1"),
+        ("[a]: 2", "g: not valid YAML: a key must be plain text"),
+        ("? {a: b}\n: 1", "g: not valid YAML: a key must be plain text"),
+        ("[" * 5000, "g: not valid YAML: nested too deeply"),
+        (GOOD + "limit: " + "9" * 5000, r"g: not valid YAML: '9+\.\.\.' cannot be read as int .* line 8"),
+        (GOOD + "limit: 0x" + "f" * 5000, r"g: not valid YAML: the number '0xf+\.\.\.' is too large"),
+        (GOOD + 'limit: !!int "x"', "g: not valid YAML: 'x' cannot be read as int"),
+        (GOOD + 'limit: !!int ""', "g: not valid YAML: '' cannot be read as int"),
+        (GOOD + 'limit: !!float "x"', "g: not valid YAML: 'x' cannot be read as float"),
+        (change("[0, 0.7]", "[1e-6]"), r"g: temperatures\[0\]: YAML reads 1e-6 as text; write 1.0e-6$"),
+        (GOOD + "gen_length: 1e3", r"g: gen_length: YAML reads 1e3 as text; write 1000$"),
+        (change("[none, ssd,", "[3, ssd,"), r"g: methods\[0\]: should be a mapping of keys to values, or a name"),
+        (GOOD + "resources: 3", r"g: resources: should be a mapping of keys to values .found 3.$"),
+        (GOOD + "resources: {num_actors: 1000000}", "g: resources.num_actors: should be less than or equal to 4096"),
+        (GOOD + "stop: " + "x" * 5000, r"g: stop: 'x+\.\.\.x+' is not one of 'eos'$"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         parse_grid(text, "g")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1.0e-6", 1e-6), ("1.0e+2", 100.0), ("2.5e+0", 2.5)])
+def test_the_way_of_writing_that_an_error_names_is_read(text: str, value: float) -> None:
+    assert parse_grid(change("[0, 0.7]", f"[{text}]"), "g").temperatures == [value]
+
+
+def test_a_date_is_a_name_and_merge_keys_fill_in_what_an_entry_leaves_out() -> None:
+    assert parse_grid(change("name: demo", "name: 2020-99-99"), "g").name == "2020-99-99"
+    merged = change(
+        "[words, {name: gsm8k, limit: 8, num_fewshot: 0, gen_length: 128}]",
+        "[&short {name: words, limit: 8, gen_length: 64}, {<<: *short, name: gsm8k, limit: 4}]",
+    )
+    entries = parse_grid(merged, "g").benchmarks
+    assert [(entry.name, entry.limit, entry.gen_length) for entry in entries] == [
+        ("words", 8, 64),
+        ("gsm8k", 4, 64),
+    ]
+    with pytest.raises(InputError, match="key 'limit' is given twice"):
+        parse_grid(merged.replace("limit: 4}", "limit: 4, limit: 5}"), "g")
 
 
 def test_a_missing_grid_file_is_bad_input(tmp_path: Path) -> None:

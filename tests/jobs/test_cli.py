@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from dlmgrid.jobs import cli
+from dlmgrid.cluster.run import ExitCode
+from dlmgrid.jobs import cli, run
 from dlmgrid.workers.errors import InputError
 
 # Every flag is a promise to scripts. Add one here on purpose, or not at all.
@@ -109,6 +111,34 @@ def test_input_error_is_one_line_and_exit_code_2() -> None:
     result = _run("methods", "sdd")
     assert result.returncode == 2
     assert result.stderr == "error: unknown method 'sdd'; did you mean 'ssd'?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "grid.yaml", "--out", ""), "--out is empty; give a value"),
+        (("plan", "grid.yaml", "--out="), "--out is empty; give a value"),
+        (("report", ""), "argument is empty; give a value"),
+        (("plan", "a\0b"), r"argument 'a\x00b' holds a NUL character; remove it"),
+    ],
+)
+def test_an_argument_that_no_path_can_be_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {message}")
+    assert printed.count("\n") == 1
+
+
+def test_the_command_to_run_next_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    out = tmp_path / "kill t1 ü"
+    out.mkdir()
+    for code in (ExitCode.DONE, ExitCode.NOT_EXACT):
+        command = run.summary(out, code).rpartition("dlmgrid ")[2]
+        assert shlex.split(command)[1:] == [str(out)]
 
 
 def test_version() -> None:

@@ -25,6 +25,7 @@ SOURCES = Sources(
     resolve_checkpoint=fake_catalog.resolve_checkpoint,
     check_checkpoint=fake_catalog.check_checkpoint,
     weight_fingerprint=fake_catalog.weight_fingerprint,
+    check_prompts=fake_catalog.check_prompts,
 )
 
 
@@ -111,3 +112,35 @@ def test_units_decoded_elsewhere_are_adopted_by_a_run_that_then_starts_no_ray(
 def test_units_need_an_output_folder(grid: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--units needs --out"):
         show_plan(grid, SOURCES, out=None, limit=None, data=None, units=tmp_path / "units.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file", "is a file; choose a folder"),
+        ("file/below", "lies below .*file, which is no folder"),
+        ("x" * 5000, "is no usable path .*File name too long"),
+    ],
+)
+def test_an_output_folder_that_cannot_be_is_refused(
+    grid: Path, tmp_path: Path, place: str, message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=message):
+        show_plan(grid, SOURCES, out=tmp_path / place, limit=None, data=None, units=None)
+
+
+def test_duplicates_are_said_and_wrong_names_are_placed_in_the_file(
+    grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid.write_text(grid.read_text().replace("- ssd", "- ssd\n- ssd"))
+    show_plan(grid, SOURCES, out=None, limit=2, data=None, units=None)
+    printed = capsys.readouterr().out
+    assert (
+        "note: methods: ssd with budget 6, ssd with budget 12 are given more than once; each cell is run once\n"
+        in printed
+    )
+    assert "3 cells, 6 rows" in printed
+    grid.write_text(grid.read_text().replace("- ssd", "- sdd"))
+    with pytest.raises(InputError, match=r"grid.yaml: methods\[1\]: method 'sdd' does not exist"):
+        show_plan(grid, SOURCES, out=None, limit=None, data=None, units=None)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.models.synthetic import SPECIAL_TOKENS, tiny_config, write_random_checkpoint
-from dlmgrid.workers.tokenization import PromptEncoder, load_tokenizer, shipped_templates
+from dlmgrid.workers.tokenization import PromptEncoder, check_prompts, load_tokenizer, shipped_templates
 
 CHAT = Item(item_id="q1", messages=[{"role": "user", "content": "Hi, 2+2?"}], assistant_prefix="It is ")
 PAD, START, END = 256, 257, 258
@@ -93,6 +93,42 @@ def test_a_template_that_refuses_or_does_not_parse_is_the_users_error(folder: Pa
     with pytest.raises(InputError, match="chat_template: 'llama' is not one of chatml"):
         load_tokenizer(folder, "llama")
     assert shipped_templates() == ["chatml"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "chat template cannot be read"),
+        ("{{ 1/0 }}", r"fails on item 'probe' \(ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on item 'probe' .RecursionError"),
+        ("", "leaves out the user's message .it gives ''"),
+        ("Hello!", "leaves out the user's message .it gives 'Hello!'"),
+        (5, "chat_template is a int, expected text"),
+        (["x"], "chat_template is a list, but not of named templates"),
+        ([{"name": "default"}], "chat_template is a list, but not of named templates"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_found_by_a_probe(
+    folder: Path, template: object, message: str
+) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(InputError, match=f"{message}.*set `chat_template: chatml`"):
+        check_prompts(folder, "", [CHAT])
+    check_prompts(folder, "chatml", [CHAT])
+
+
+def test_a_checkpoint_without_a_template_answers_raw_prompts_only(folder: Path) -> None:
+    check_prompts(folder, "", [Item(item_id="r", prompt="abc")])
+    with pytest.raises(InputError, match=r"set `chat_template: chatml`"):
+        check_prompts(folder, "", [Item(item_id="r", prompt="abc"), CHAT])
+    with pytest.raises(InputError, match=r"'nope\.jinja' is not one of chatml"):
+        check_prompts(folder, "nope.jinja", [Item(item_id="r", prompt="abc")])
+
+
+def test_a_special_token_is_text(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"id": 3}}))
+    with pytest.raises(InputError, match=r"bos_token is \{'id': 3\}, expected text"):
+        load_tokenizer(folder)
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path) -> None:

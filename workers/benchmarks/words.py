@@ -20,6 +20,7 @@ from dlmgrid.workers.items import Item
 PROMPT_VERSION = "words-1"
 HELD_OUT_SEED = 20_260_001
 CALIBRATION_SEED = 20_260_011
+MAX_ITEMS = 2000
 
 
 def _question(problem: Problem, d: Draw) -> str:
@@ -85,11 +86,11 @@ def train_examples(seed: int, count: int) -> list[Example]:
 
 
 def held_out_items(count: int) -> list[Item]:
-    """The first ``count`` benchmark items; a smaller count gives a prefix of a larger one.
+    """The first ``count`` benchmark items, ``MAX_ITEMS`` at most; a smaller count gives a prefix of a larger.
 
     ``document`` holds ``question``, ``solution`` (worked steps), ``answer`` (int) and ``form``.
     """
-    return _items(count, seed=HELD_OUT_SEED, held_out=True, prefix="words")
+    return _items(min(count, MAX_ITEMS), seed=HELD_OUT_SEED, held_out=True, prefix="words")
 
 
 def calibration_items(count: int) -> list[Item]:

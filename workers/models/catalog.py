@@ -71,7 +71,8 @@ def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
     """The folder of a model: the packaged reference model, a local folder, or a snapshot from the hub.
 
     ``revision`` is a branch, tag or commit of a hub repository. The hub's own environment (HF_HOME,
-    HF_HUB_OFFLINE) is respected. Raises InputError, with the remedy, where the name leads nowhere.
+    HF_HUB_OFFLINE) is respected. Raises InputError, with the remedy, where the name leads nowhere, and for a
+    revision of what has none.
     """
     if name == REFERENCE:
         if not (REFERENCE_FOLDER / "config.json").exists():
@@ -79,15 +80,35 @@ def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
                 f"model: the reference model is not in this installation ({REFERENCE_FOLDER}); "
                 "train it with `python -m dlmgrid.jobs.train_reference`"
             )
+        _refuse_revision(revision, "the shipped model")
         return REFERENCE_FOLDER
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        return folder.resolve()
+    folder = _local_folder(name)
+    if folder is not None:
+        _refuse_revision(revision, f"the local folder {name!r}")
+        return folder
     if not _is_repository(name):
         raise InputError(
             f"model: {name!r} is no folder here and no hub repository (want owner/name or a path)"
         )
     return _snapshot(name, revision)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder of that name, if there is one. Raises InputError for a name that no path can have."""
+    try:
+        folder = Path(name).expanduser()
+        return folder.resolve() if name and folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"model: {shown!r} is no usable path ({reason}); give another") from error
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision:
+        raise InputError(
+            f"model: {what} has no revision {revision!r}; remove `revision` (it is for repositories of the hub)"
+        )
 
 
 def _is_repository(name: str) -> bool:
@@ -98,14 +119,16 @@ def _is_repository(name: str) -> bool:
 def _snapshot(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise InputError(
             f"model: {name!r} needs the package huggingface_hub; pip install huggingface_hub"
         ) from error
     remedy = f"run `dlmgrid prefetch` where there is a network, or point HF_HOME at a cache that holds {name}"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED_FILES)))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_WANTED_FILES)))
+    except HFValidationError as error:
+        raise InputError(f"model: {name!r} is no name of a hub repository (want owner/name)") from error
     except LocalEntryNotFoundError as error:
         raise InputError(
             f"model: {name!r} is not in the local cache and the hub cannot be reached; {remedy}"

@@ -27,6 +27,10 @@ from dlmgrid.workers.models.shards import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_LAYERS = 1024
+MAX_SIZE = 2**31 - 1
+"""Bounds of config.json's integers: a file beyond them is broken, and listing its tensors would not end."""
+
 MIN_BLOCK_LENGTH = 4
 MAX_BLOCK_LENGTH = 64
 KEY_TILE = 64
@@ -113,7 +117,7 @@ def read_config(folder: Path | str, block_length: int | None = None) -> ModelCon
     config = ModelConfig(
         family=family,
         hidden_size=hidden_size,
-        num_hidden_layers=number("num_hidden_layers"),
+        num_hidden_layers=number("num_hidden_layers", at_most=MAX_LAYERS),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -269,17 +273,21 @@ def _real(path: Path, values: dict[str, Any], name: str, default: float | None) 
 
 
 class _IntReader:
-    """Integers of one config file, each at least 1 unless said otherwise."""
+    """Integers of one config file, each from 1 to ``MAX_SIZE`` unless said otherwise."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
         self.values = values
 
-    def __call__(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+    def __call__(
+        self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = MAX_SIZE
+    ) -> int:
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise InputError(f"{self.path}: {name} is {value!r}, expected an integer of at least {at_least}")
+        if value > at_most:
+            raise InputError(f"{self.path}: {name} is {value}, expected an integer of at most {at_most}")
         return value
 
 

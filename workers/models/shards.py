@@ -100,10 +100,12 @@ def _read_header(path: Path) -> list[TensorEntry]:
             )
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{path}: its safetensors header is broken ({error}); download it again"
             ) from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: its safetensors header is broken (no table); download it again")
     entries = []
     for name, about in header.items():
         if name == "__metadata__":
@@ -133,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: file is missing; a checkpoint folder needs it") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(values).__name__}")

@@ -92,6 +92,11 @@ def check_checkpoint(folder: Path, block_length: int | None) -> FakeShape:
     return FakeShape(config["block_length"], config["max_position_embeddings"])
 
 
+def check_prompts(folder: Path, chat_template: str, items: Sequence[Item]) -> None:
+    if chat_template not in ("", "chatml"):
+        raise InputError(f"{folder}: chat_template {chat_template!r} is not one of chatml")
+
+
 def weight_fingerprint(folder: Path) -> str:
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
 

@@ -83,9 +83,9 @@ def test_held_out_numbers_are_not_trained_on_in_the_same_form_under_any_wording(
         for example in words.train_examples(1_000_003, 20_000)
         if [operator for _, operator, _, _ in _SUM.findall(example.answer)] == ["*"]
     }
-    held_out = {
-        _numbers(_prompt(item)) for item in words.held_out_items(2000) if item.document["form"] == "groups"
-    }
+    all_items = words.held_out_items(10**20)
+    assert len(all_items) == words.MAX_ITEMS
+    held_out = {_numbers(_prompt(item)) for item in all_items if item.document["form"] == "groups"}
     pairs = {(n, m) for n in map(str, range(2, 13)) for m in map(str, range(3, 26))}
     assert len(held_out & pairs) >= 15
     assert not held_out & pairs & trained

@@ -33,6 +33,26 @@ def test_a_name_that_leads_nowhere(name: str) -> None:
         resolve_checkpoint(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model"])
+def test_a_name_that_no_path_can_have(name: str) -> None:
+    with pytest.raises(InputError, match=r"is no usable path .*; give another") as caught:
+        resolve_checkpoint(name)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_is_no_hub_repository_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the shipped model has no revision 'abc'; remove `revision`"):
+        resolve_checkpoint("reference", "abc")
+    with pytest.raises(InputError, match=r"the local folder .* has no revision 'abc'"):
+        resolve_checkpoint(str(tmp_path), "abc")
+    assert resolve_checkpoint(str(tmp_path), "") == tmp_path.resolve()
+
+
+def test_a_name_that_the_hub_does_not_allow_is_not_asked_for() -> None:
+    with pytest.raises(InputError, match="is no name of a hub repository"):
+        resolve_checkpoint("owner/na me")
+
+
 def test_offline_and_not_cached_names_the_remedy(tmp_path: Path) -> None:
     code = (
         "from dlmgrid.workers.errors import InputError\n"

@@ -156,7 +156,9 @@ def test_missing_config(folder: Path) -> None:
     assert fault(folder).startswith(f"{folder / 'config.json'}: file is missing")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff"], ids=["cut", "no-object", "no-utf8"])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "\xff", "[" * 100_000], ids=["cut", "no-object", "no-utf8", "nested"]
+)
 def test_bad_json(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text, encoding="latin-1")
     assert fault(folder).startswith(f"{folder / 'config.json'}: ")
@@ -172,7 +174,9 @@ def test_unknown_family_lists_the_known(folder: Path) -> None:
     [
         ("hidden_size", "64", "hidden_size is '64', expected an integer of at least 1"),
         ("num_hidden_layers", 0, "num_hidden_layers is 0"),
+        ("num_hidden_layers", 10**7, "num_hidden_layers is 10000000, expected an integer of at most 1024"),
         ("vocab_size", None, "vocab_size is None"),
+        ("vocab_size", 10**20, "vocab_size is 100000000000000000000, expected an integer of at most"),
         ("num_key_value_heads", 3, "4 attention heads are not a multiple of 3"),
         ("head_dim", 15, "head_dim is 15; rotary embedding needs an even width"),
         ("rope_theta", None, "rope_theta is None"),

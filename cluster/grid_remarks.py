@@ -1,0 +1,106 @@
+"""What a grid asks for that will not happen as written, one line each: duplicates, cells without drafts, actors
+without work. Nothing here is an error; a plan and a run say it before they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dlmgrid.cluster.cells import Questions
+from dlmgrid.cluster.grid import Grid
+
+
+def grid_remarks(grid: Grid, questions: Sequence[Questions], limit: int | None) -> list[str]:
+    """The remarks on a grid whose items are loaded; ``limit`` is that of the command line."""
+    return [
+        *_duplicates(grid),
+        *_draft_free(grid),
+        *_limits(grid, questions, limit),
+        *_resources(grid, questions),
+    ]
+
+
+def _duplicates(grid: Grid) -> list[str]:
+    drafted = [
+        f"{method.name} with budget {budget}"
+        for method in grid.methods
+        if method.name != "none"
+        for budget in method.budgets or grid.budgets or []
+        if budget
+    ]
+    drafted += [method.name for method in grid.methods if method.name == "none"]
+    axes: dict[str, Iterable[Any]] = {
+        "models": [_described(entry, "path") for entry in grid.models],
+        "benchmarks": [_described(entry, "name") for entry in grid.benchmarks],
+        "temperatures": [f"{temperature:g}" for temperature in grid.temperatures],
+        "methods": drafted,
+        "decoder": [_described(entry, "name") for entry in grid.decoder],
+    }
+    lines = []
+    for axis, values in axes.items():
+        twice = [value for value, count in Counter(values).items() if count > 1]
+        if twice:
+            lines.append(f"{axis}: {_listed(twice)} given more than once; each cell is run once")
+    return lines
+
+
+def _draft_free(grid: Grid) -> list[str]:
+    """Budgets that draft nothing: those of ``none``, and 0 of any method."""
+    lines = []
+    for method in grid.methods:
+        if method.name == "none":
+            if method.budgets is not None:
+                lines.append(f"methods: none drafts nothing; its budgets {method.budgets} are not used")
+        elif 0 in (method.budgets or grid.budgets or []):
+            lines.append(f"methods: {method.name} with budget 0 is the draft-free cell, which is run once")
+    return lines
+
+
+def _limits(grid: Grid, questions: Sequence[Questions], limit: int | None) -> list[str]:
+    lines = []
+    for asked in questions:
+        wanted = min(
+            (bound for bound in (asked.entry.limit or grid.limit, limit) if bound is not None), default=0
+        )
+        if wanted > len(asked.items):
+            lines.append(
+                f"benchmark {asked.entry.name} has {len(asked.items)} items; limit {wanted} takes them all"
+            )
+    return lines
+
+
+def _resources(grid: Grid, questions: Sequence[Questions]) -> list[str]:
+    lines = []
+    resources = grid.resources
+    num_keys = len(grid.models) * sum(len(asked.items) for asked in questions) * grid.repeats
+    num_references = num_keys * len(grid.decoder) * len(grid.temperatures)
+    if resources.num_actors is not None and resources.num_actors > num_references:
+        lines.append(
+            f"resources: num_actors {resources.num_actors} is more than the {num_references} samples that can be "
+            "decoded apart; the others get no work"
+        )
+    here = os.cpu_count() or 1
+    wanted = resources.cpus_per_actor
+    if wanted > here:
+        lines.append(
+            f"resources: cpus_per_actor {wanted} is more than the {here} CPUs of this machine; a run needs a cluster "
+            "with larger nodes"
+        )
+    return lines
+
+
+def _described(entry: Any, main: str) -> str:
+    """An entry's name with the settings that tell it from others; a ``limit`` only chooses items."""
+    values = entry.model_dump(exclude_defaults=True, exclude={main, "limit"})
+    settings = ", ".join(f"{key} {value}" for key, value in values.items())
+    name = str(getattr(entry, main))
+    return f"{name} ({settings})" if settings else name
+
+
+def _listed(values: Sequence[str]) -> str:
+    shown = ", ".join(values[:3])
+    more = f" and {len(values) - 3} more" if len(values) > 3 else ""
+    return f"{shown}{more} {'is' if len(values) == 1 else 'are'}"
