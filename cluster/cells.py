@@ -85,7 +85,9 @@ def check_methods(grid: Grid, sources: Sources) -> None:
 def _check_method(method: MethodEntry, sources: Sources) -> None:
     if method.name not in sources.methods:
         if method.name in DIAGNOSTIC_METHODS:
-            raise InputError(f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay")
+            raise InputError(
+                f"method {method.name!r} looks ahead, so it exists in replay only; use dlmgrid replay"
+            )
         known = list(sources.methods)
         raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
     takes = sources.methods[method.name].parameters

@@ -7,7 +7,6 @@ stored one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.cluster.report import cell_of
-from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import IMPORTED, reference_key
 from dlmgrid.workers.decoding.paths import Verdict, compare, logits_digest, path_digest, steps_of
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.run_folder import inputs_fault, open_run, shard_fault, shard_path, unlisted
+from dlmgrid.workers.shard import RejectedShardError, read_shard
 from dlmgrid.workers.tables import GENERATIONS, read_table
 
 Row = Mapping[str, Any]
@@ -35,6 +35,18 @@ _VERDICT_COLUMNS = (
     "top2_margin",
 )
 _LEVELS = ("exact_tokens", "exact_path", "exact_bits")
+# What two rows with the same tokens of the same prompt must share, whatever the drafter.
+_SHARED_COLUMNS = ("text", "stop_reason", "generated_tokens")
+# What decoding a row again must give again, beside the three levels.
+_DECODED_AGAIN = (
+    *_SHARED_COLUMNS, "prompt_tokens", "nfe_prefill", "nfe_commit", "nfe_total", "rounds", "drafted_nodes",
+)  # fmt: skip
+# What a row that could not be generated has none of.
+GENERATION_COLUMNS = (
+    "token_ids", "text", "stop_reason", "generated_tokens", "commit_positions", "commit_tokens", "commit_steps",
+    "path_digest", "step_digests", "logits_digest", "nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total",
+    "rounds", "accepted", "drafted_nodes", "rows_computed", *_VERDICT_COLUMNS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,48 +92,89 @@ class StoredChecks:
     def faulty(self) -> list[Check]:
         return [check for check in self.checks if check.faults]
 
+    @property
+    def num_compared(self) -> int:
+        return sum(check.verdict is not None for check in self.checks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChecks:
+    """What the files of a run and its manifest disagree on, in words, and the committed files that are sound."""
+
+    faults: list[str]
+    inputs_faults: list[str]
+    sound: list[str]
+
 
 def now() -> datetime:
     return datetime.now(UTC)
 
 
 def check_stored(run_dir: Path) -> StoredChecks:
-    """Check every committed row of a run.
+    """Check every committed row of a run, in the files that are what the manifest says.
 
     Rows are read shard by shard, so memory does not grow with the run. Raises InputError for a folder that is
-    not a run's, or a shard that is not of this schema version.
+    not a run's.
     """
-    index = _Index(run_dir)
+    index = _Index(check_files(run_dir).sound)
     checks = []
     missing = set(index.missing)
     for path in index.shards:
         for row in rows_of(path):
+            try:
+                reference = cell_of(row).reference()
+            except InputError as error:
+                checks.append(_stored_check(row, faults=(str(error),)))
+                continue
             checks.append(_check_row(row, index))
             if row["claim"] == IMPORTED:
                 continue
-            serialized = (cell_of(row).reference().cell_key, row["item_id"], row["repeat"])
+            serialized = (reference.cell_key, row["item_id"], row["repeat"])
             if not index.holds(serialized):
                 missing.add(serialized)
     return StoredChecks(checks=checks, missing=sorted(missing))
 
 
-def check_files(run_dir: Path) -> list[str]:
-    """What the committed files and the manifest disagree on: size, checksum, a file that one of them lacks.
+def check_files(run_dir: Path) -> FileChecks:
+    """Hold the committed files and the inputs against the manifest: there, unchanged, and of the keys it lists.
 
-    Raises InputError for a manifest that cannot be read.
+    Raises InputError for a folder that is not a run's, and for a manifest that cannot be read.
     """
+    manifest = open_run(run_dir)
     faults: list[str] = []
-    store = Store(run_dir)
-    store.load(repair=False, say=faults.append)
-    named = {store.path_of(shard.unit_key): shard for shard in store.shards}
-    for path, shard in named.items():
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != shard.sha256:
-            faults.append(f"generations/{path.name} has sha256 {found}, the manifest says {shard.sha256}")
-    present = set((run_dir / "generations").glob("*.parquet"))
-    faults += [f"generations/{path.name} is not in the manifest" for path in sorted(present - set(named))]
-    return faults
+    sound: list[str] = []
+    for unit_key, shard in sorted(manifest.shards.items()):
+        path = shard_path(run_dir, unit_key)
+        fault = shard_fault(run_dir, shard)
+        if not fault:
+            sound.append(str(path))
+            try:
+                fault = "" if read_shard(path, sync=False) == shard else "is not what the manifest says of it"
+            except RejectedShardError as error:
+                fault = f"is no file of one unit: {error}"
+                sound = sound if _is_readable(path) else sound[:-1]
+        if fault:
+            faults.append(f"generations/{path.name} {fault}")
+    faults += [f"generations/{path.name} is not in the manifest" for path in unlisted(run_dir, manifest)]
+    inputs_faults = [
+        f"inputs/{file.name} {fault}"
+        for file in manifest.inputs.values()
+        if (fault := inputs_fault(run_dir, file))
+    ]
+    if manifest.shards and not manifest.inputs:
+        inputs_faults.append(
+            "the manifest names no inputs: the folder was written by an older version; run the same grid again, "
+            "which records them"
+        )
+    return FileChecks(faults=faults, inputs_faults=inputs_faults, sound=sound)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        rows_of(str(path))
+    except InputError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=8)
@@ -134,10 +187,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 class _Index:
     """Where each key is stored and where its reference row is, from the key columns alone."""
 
-    def __init__(self, run_dir: Path) -> None:
-        folder = run_dir / "generations"
-        if not folder.is_dir():
-            raise InputError(f"{run_dir} holds no generations/ folder; give the --out folder of a run")
+    def __init__(self, paths: Sequence[str]) -> None:
         self._copies: Counter[tuple[str, str, int]] = Counter()
         self._references: dict[tuple[str, str], tuple[str, int]] = {}
         by_reference: dict[str, str] = {}
@@ -147,7 +197,7 @@ class _Index:
             "cell_key", "item_id", "repeat", "reference_key", "method", "fused_commit", "model", "benchmark",
             "prompt_version",
         ]  # fmt: skip
-        for path in sorted(str(path) for path in folder.glob("*.parquet")):
+        for path in paths:
             by_reference[path] = ""
             for number, row in enumerate(read_table([path], GENERATIONS, columns).to_pylist()):
                 self._copies[row["cell_key"], row["item_id"], row["repeat"]] += 1
@@ -192,6 +242,9 @@ def _check_row(row: Row, index: _Index) -> Check:
         notes.append("failed: " + (row["error"] or "no tokens and no error"))
         if row["error"] is None:
             faults.append("a row without tokens gives no error")
+        held = [name for name in GENERATION_COLUMNS if row[name] is not None]
+        if held:
+            faults.append(f"a row without tokens holds {', '.join(held)}")
     elif not cell_of(row).is_reference:
         reference = index.reference(row)
         if reference is None or reference["token_ids"] is None:
@@ -202,8 +255,22 @@ def _check_row(row: Row, index: _Index) -> Check:
         else:
             verdict, more = _compare(row, reference)
             faults += more
+            if row["error"] is not None:
+                faults.append(f"an error is stored although it can be compared: {row['error']}")
     elif any(row[name] is False for name in _LEVELS):
         faults.append("the serialized run differs from its second run")
+    elif row["error"] is None and any(row[name] is None for name in _LEVELS):
+        faults.append("the serialized run has no verdict against its second run")
+    elif row["error"] is not None and any(row[name] is not None for name in _LEVELS):
+        faults.append(f"an error is stored beside a verdict: {row['error']}")
+    elif row["error"] is not None:
+        notes.append(f"unchecked: {row['error']}")
+    return _stored_check(row, verdict=verdict, faults=tuple(faults), notes=tuple(notes))
+
+
+def _stored_check(
+    row: Row, *, verdict: Verdict | None = None, faults: tuple[str, ...] = (), notes: tuple[str, ...] = ()
+) -> Check:
     return Check(
         cell_key=row["cell_key"],
         item_id=row["item_id"],
@@ -211,8 +278,8 @@ def _check_row(row: Row, index: _Index) -> Check:
         reference_key=row["reference_key"],
         kind="stored",
         verdict=verdict,
-        faults=tuple(faults),
-        notes=tuple(notes),
+        faults=faults,
+        notes=notes,
     )
 
 
@@ -228,6 +295,12 @@ def _compare(row: Row, reference: Row) -> tuple[Verdict | None, list[str]]:
     ]
     if row["claim"] == "exact":
         faults += [f"{name} is false" for name in _LEVELS if not getattr(verdict, name)]
+    shared = ["prompt_tokens", "prompt_digest"]
+    if verdict.exact_tokens:
+        shared += _SHARED_COLUMNS
+    faults += [
+        f"{name} differs from that of its serialized run" for name in shared if row[name] != reference[name]
+    ]
     return verdict, faults
 
 
@@ -247,6 +320,8 @@ def own_faults(row: Row) -> Iterator[str]:
     expected = reference_key(cell, row["repeat"], row["runtime_fingerprint"] or "")
     if expected != row["reference_key"]:
         yield f"reference_key is {row['reference_key']}, its settings give {expected}"
+    if row["temperature_text"] != format(cell.temperature, "g"):
+        yield f"temperature_text is {row['temperature_text']}, the temperature {cell.temperature:g}"
     if row["token_ids"] is None:
         return
     try:
@@ -271,6 +346,16 @@ def _token_faults(row: Row, commits: Sequence[tuple[int, int]]) -> Iterator[str]
         yield "a position is committed twice"
     if any(position < start for position in by_position):
         yield "a prompt position is committed"
+    if row["generated_tokens"] != len(tokens):
+        yield f"generated_tokens is {row['generated_tokens']}, there are {len(tokens)} tokens"
+    if row["text"] is None:
+        yield "a row with tokens has no text"
+    if row["stop_reason"] not in ("eos", "length"):
+        yield f"stop_reason is {row['stop_reason']}, not eos or length"
+    elif row["stop_reason"] == "length" and len(tokens) != row["gen_length"]:
+        yield f"stop_reason is length after {len(tokens)} of {row['gen_length']} tokens"
+    elif row["stop_reason"] == "eos" and row["stop"] != "eos":
+        yield f"stop_reason is eos, although the cell stops at {row['stop']}"
     if len(tokens) > row["gen_length"]:
         yield f"{len(tokens)} tokens exceed gen_length {row['gen_length']}"
     for offset, token in enumerate(tokens):
@@ -283,11 +368,31 @@ def _token_faults(row: Row, commits: Sequence[tuple[int, int]]) -> Iterator[str]
 
 
 def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
-    parts = sum(row[name] for name in ("nfe_prefill", "nfe_denoise", "nfe_commit"))
+    names = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "drafted_nodes", "budget")
+    absent = [name for name in (*names, "prompt_tokens") if row[name] is None or row[name] < 0]
+    if absent:
+        yield f"no count is stored in {', '.join(absent)}"
+        return
+    parts = row["nfe_prefill"] + row["nfe_denoise"] + row["nfe_commit"]
     if row["nfe_total"] != parts:
         yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
     if row["nfe_denoise"] != row["rounds"]:
         yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
+    prefills = int(row["prompt_tokens"] >= row["block_length"])
+    if row["nfe_prefill"] != prefills:
+        yield f"nfe_prefill is {row['nfe_prefill']}, a prompt of {row['prompt_tokens']} tokens takes {prefills}"
+    if row["commit_positions"]:
+        first, last = row["prompt_tokens"] // row["block_length"], max(row["commit_positions"])
+        num_blocks = last // row["block_length"] - first + 1
+        num_commits = 1 if row.get("fused_commit") else num_blocks  # fused: only the last block's own pass
+        if row["nfe_commit"] != num_commits:
+            yield f"nfe_commit is {row['nfe_commit']}, a path of {num_blocks} blocks takes {num_commits}"
+        num_segments = row["rounds"] + row["drafted_nodes"] + num_blocks + first
+        if row["cache"] == "block" and row["rows_computed"] != num_segments * row["block_length"]:
+            yield (
+                f"rows_computed is {row['rows_computed']}, rounds, drafted nodes, blocks and prompt give "
+                f"{num_segments * row['block_length']}"
+            )
     accepted = row["accepted"] or []
     if len(accepted) != row["rounds"]:
         yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"
@@ -299,6 +404,11 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
         yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
     if row["method"] == "none" and (row["drafted_nodes"] or sum(accepted)):
         yield "a draft-free row has drafted nodes"
+    elif not sum(accepted) <= row["drafted_nodes"] <= row["rounds"] * row["budget"]:
+        yield (
+            f"drafted_nodes is {row['drafted_nodes']}: {row['rounds']} rounds accepted {sum(accepted)} and may "
+            f"draft {row['budget']} each"
+        )
 
 
 def compare_again(row: Row, again: Row) -> Check:
@@ -317,7 +427,7 @@ def compare_again(row: Row, again: Row) -> Check:
     else:
         verdict = compare(again, row)
         differs = [name for name in _LEVELS if not getattr(verdict, name)]
-        differs += [name for name in ("nfe_total", "rounds", "drafted_nodes") if row[name] != again[name]]
+        differs += [name for name in _DECODED_AGAIN if row[name] != again[name]]
         text = f"decoded again, it differs in {', '.join(differs)}"
         if differs and row["runtime_fingerprint"] != again["runtime_fingerprint"]:
             notes.append(f"{text} (on another runtime: {again['runtime_fingerprint']})")

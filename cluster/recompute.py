@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.cluster.check import Check, compare_again, now, rows_of
+from dlmgrid.cluster.check import Check, check_files, compare_again, now, rows_of
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
@@ -30,11 +30,11 @@ _SOURCE = ("model", "revision", "weight_fingerprint", "benchmark", "prompt_versi
 def sample_rows(run_dir: Path, size: int, seed: int) -> list[Row]:
     """``size`` rows that have tokens, drawn without replacement, cells in turn so that few leave none out."""
     by_cell: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for path in sorted((run_dir / "generations").glob("*.parquet")):
-        table = read_table([str(path)], GENERATIONS, ["cell_key", "generated_tokens"])
+    for path in check_files(run_dir).sound:
+        table = read_table([path], GENERATIONS, ["cell_key", "generated_tokens"])
         for number, row in enumerate(table.to_pylist()):
             if row["generated_tokens"] is not None:
-                by_cell[row["cell_key"]].append((str(path), number))
+                by_cell[row["cell_key"]].append((path, number))
     generator = random.Random(seed)
     queues = [generator.sample(places, len(places)) for _, places in sorted(by_cell.items())]
     generator.shuffle(queues)

@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from dlmgrid import __version__
 from dlmgrid.cluster.progress import write_json
 from dlmgrid.workers.actor import ActorDescription
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import ATTEMPTS, RUNS, to_table, write_table
 from dlmgrid.workers.units import WorkUnit
 
@@ -38,6 +39,31 @@ def submission_id() -> str | None:
 def new_run_id() -> str:
     """A name for one call of ``run``: the time in UTC and four random hexadecimal digits."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.urandom(2).hex()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """What ``run.json`` says of the last run: ``running`` or how it ended, and why."""
+
+    status: str
+    message: str
+
+
+def read_record(out: Path) -> RunState | None:
+    """The state of the last run into a folder, None where it left none. Raises InputError for a damaged file."""
+    path = out / "run.json"
+    try:
+        values = json.loads(path.read_bytes())
+        status, message = values["status"], values["message"]
+        if not (isinstance(status, str) and isinstance(message, str)):
+            raise TypeError("status and message are not texts")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); delete it: the next run writes it again"
+        ) from error
+    return RunState(status=status, message=message)
 
 
 class RunRecord:

@@ -1,12 +1,12 @@
 """What a run shows: its rows gathered per cell, each beside the draft-free cell that it is compared with.
 
-Every figure comes from the committed Parquet files, so a report of a running or broken run is a report of what it
-has so far. A ratio is taken over the items that both cells have decoded, never over two different sets.
+Every figure comes from the committed Parquet files, each verified against the manifest, so a report of a running
+or broken run is a report of what it has so far. A ratio is taken over the items that both cells have decoded,
+never over two different sets.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from dlmgrid.workers.cell import CELL_FIELDS, IMPORTED, Cell
+from dlmgrid.cluster.records import read_record
+from dlmgrid.workers.cell import CELL_FIELDS, IMPORTED, Cell, digest
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.tables import GENERATIONS, SCORES, read_table
+from dlmgrid.workers.run_folder import open_run, read_generations, unlisted
+from dlmgrid.workers.tables import SCORES, read_table
 
 # The settings that belong to a method: two cells that differ only here share one draft-free cell.
 METHOD_FIELDS = (
@@ -127,37 +129,52 @@ class Report:
 
 
 def load_generations(run_dir: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The committed rows of a run. Raises InputError for a folder that is not a run's."""
-    folder = run_dir / "generations"
-    if not folder.is_dir():
-        raise InputError(f"{run_dir} holds no generations/ folder; give the --out folder of a run")
-    return read_table([str(path) for path in sorted(folder.glob("*.parquet"))], GENERATIONS, columns)
+    """The committed rows of a run, as its manifest lists them.
+
+    Raises InputError for a folder that is not a run's, and for a file that is not the committed one.
+    """
+    return read_generations(run_dir, columns)
 
 
 def load_scores(run_dir: Path) -> pa.Table:
-    """Every score row of a run, all scorer versions; empty before the first ``score``."""
-    return read_table([str(path) for path in sorted((run_dir / "scores").glob("*.parquet"))], SCORES)
+    """Every score row of a run, all scorer versions; empty before the first ``score``.
+
+    Raises InputError for a file there that is none of scores.
+    """
+    folder = run_dir / "scores"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, not a folder; move it away and score again")
+    return read_table([str(path) for path in sorted(folder.glob("*.parquet"))], SCORES)
 
 
 def unfinished(run_dir: Path) -> str:
     """Why the last ``run`` into a folder is not finished, from its record; "" when it is, or has left none."""
-    path = run_dir / "run.json"
-    if not path.exists():
+    record = read_record(run_dir)
+    if record is None or record.status in ("done", "failed"):
         return ""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if record["status"] in ("done", "failed"):
-        return ""
-    if record["status"] == "running":
+    if record.status == "running":
         return "the last run is still going, or was killed; the same command resumes it"
-    reason = f" ({record['message']})" if record["message"] else ""
-    return f"the last run ended as {record['status']}{reason}; the same command resumes it"
+    reason = f" ({record.message})" if record.message else ""
+    return f"the last run ended as {record.status}{reason}; the same command resumes it"
+
+
+def left_out(run_dir: Path) -> str:
+    """Which files of ``generations/`` count for nothing, since the manifest does not name them; "" for none."""
+    files = unlisted(run_dir, open_run(run_dir))
+    if not files:
+        return ""
+    return (
+        f"left out: {len(files)} files in generations/ that manifest.jsonl does not name ({files[0].name}); "
+        "the same run command clears them up"
+    )
 
 
 def build_report(run_dir: Path) -> Report:
-    """Gather the report of a run folder. Raises InputError for a folder that is not a run's."""
-    settings = _settings_by_cell(run_dir)
+    """Gather the report of a run folder. Raises InputError for a folder that is not a run's, or is damaged."""
+    table = load_generations(run_dir, tuple(dict.fromkeys((*_MEASURES, *CELL_FIELDS))))
+    settings = _settings_by_cell(table)
     rows_by_cell: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in load_generations(run_dir, _MEASURES).to_pylist():
+    for row in table.select(_MEASURES).to_pylist():
         rows_by_cell[row["cell_key"]].append(row)
     references = {
         (row["reference_key"], row["item_id"]): row
@@ -176,19 +193,29 @@ def build_report(run_dir: Path) -> Report:
     errors = Counter(row["error"] for rows in rows_by_cell.values() for row in rows if row["error"])
     return Report(
         run_dir=str(run_dir),
-        incomplete="; ".join(filter(None, (unfinished(run_dir), _missing_text(cells)))),
+        incomplete="; ".join(filter(None, (unfinished(run_dir), _missing_text(cells), left_out(run_dir)))),
         cells=sorted(cells, key=_order),
         errors=dict(errors.most_common()),
     )
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
-    """The cell that a stored row names in its columns."""
-    return Cell.from_dict({name: row[name] for name in CELL_FIELDS} | {"seed": int(row["seed"])})
+    """The cell that a stored row names in its columns.
+
+    Raises InputError where these are no settings: a seed that is no integer, a number that is not finite.
+    """
+    try:
+        cell = Cell.from_dict({name: row[name] for name in CELL_FIELDS} | {"seed": int(row["seed"])})
+        digest(cell.to_dict())
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"a row of cell {row['cell_key']} holds settings that cannot be ({error}); see dlmgrid check, and "
+            "run the grid into a new --out"
+        ) from error
+    return cell
 
 
-def _settings_by_cell(run_dir: Path) -> dict[str, Cell]:
-    table = load_generations(run_dir, ["cell_key", *CELL_FIELDS])
+def _settings_by_cell(table: pa.Table) -> dict[str, Cell]:
     first: dict[str, int] = {}
     for index, cell_key in enumerate(table.column("cell_key").to_pylist()):
         first.setdefault(cell_key, index)

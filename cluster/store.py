@@ -6,8 +6,9 @@
     OUT/staging/      files that actors write
     OUT/generations/  committed Parquet files only, flat, named by their unit key
     OUT/trajectories/  where recorded: the steps of a unit, named like its file in generations/
+    OUT/damaged/      committed files that were found changed, kept aside
     OUT/attempts/ runs/ scores/ checks/
-    OUT/manifest.jsonl   one line per commit: decides what exists
+    OUT/manifest.jsonl   one line per commit and per file of inputs/: decides what exists
     OUT/progress.json  run.json  run.lock
 
 A commit renames a staged file and then appends its manifest line, both synced. A crash between the two
@@ -27,10 +28,22 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dlmgrid.cluster.shard import RejectedShardError, Shard, read_shard
+from dlmgrid.cluster.records import read_record
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import Item, read_items, write_items
-from dlmgrid.workers.tables import GENERATIONS, SCHEMA_VERSION, read_table, write_table
+from dlmgrid.workers.items import Item, encode_items, read_items, write_items
+from dlmgrid.workers.run_folder import (
+    MANIFEST,
+    InputsFile,
+    inputs_fault,
+    read_generations,
+    read_inputs,
+    read_manifest,
+    shard_fault,
+    shard_path,
+    unlisted,
+)
+from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
+from dlmgrid.workers.tables import GENERATIONS, read_table, write_table
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 FOLDERS = ("grids", "inputs", "drafters", "staging", "generations", "attempts", "runs", "scores", "checks")
@@ -47,6 +60,8 @@ class Store:
         self.drafters = out / "drafters"
         self.trajectories = out / "trajectories"
         self._manifest = out / "manifest.jsonl"
+        self._inputs: dict[str, InputsFile] = {}
+        self._num_torn = 0
         self._shards: dict[str, Shard] = {}
         self._unit_of_key: dict[str, dict[Key, str]] = {}
 
@@ -63,51 +78,38 @@ class Store:
     # --- reading
 
     def load(self, *, repair: bool, say: Callable[[str], None] = print) -> None:
-        """Read the manifest. A torn last line is dropped (``repair``: cut off the file too), and so is a line
-        whose file is gone or has another size. Raises InputError for a manifest damaged elsewhere."""
+        """Read the manifest and hold every file it names against its size and SHA-256.
+
+        A file that is gone or changed is dropped, so that its keys run again, and a torn last line is left out;
+        ``repair`` writes both down and moves changed files to ``damaged/``. Raises InputError for a manifest
+        that is damaged elsewhere.
+        """
+        manifest = read_manifest(self.out)
+        self._inputs, self._num_torn = manifest.inputs, manifest.num_torn
         self._shards.clear()
         self._unit_of_key.clear()
-        if not self._manifest.exists():
-            return
-        content = self._manifest.read_bytes()
-        whole, _, torn = content.rpartition(b"\n")
-        if torn and repair:
-            say("manifest.jsonl: cut off a torn last line")
-            with self._manifest.open("r+b") as file:
-                file.truncate(len(content) - len(torn))
-                os.fsync(file.fileno())
-        dropped: dict[str, str] = {}
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                values = json.loads(line)
-                if "dropped" in values:
-                    self._forget(values["dropped"])
-                    continue
-                version = values["schema_version"]
-                shard = Shard.from_line(values)
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"{self._manifest}:{number}: damaged ({error}); restore it from a backup, or move the "
-                    "files of "
-                    "generations/ into staging/ and delete it, and they are adopted"
-                ) from error
-            if version != SCHEMA_VERSION:
-                raise InputError(
-                    f"{self.out} was written with schema version {version}, this is {SCHEMA_VERSION}; use "
-                    "a new --out"
-                )
+        for shard in manifest.shards.values():
             self._remember(shard)
-        for shard in self._shards.values():
-            size = _size(self.path_of(shard.unit_key))
-            if size != shard.num_bytes:
-                dropped[shard.unit_key] = (
-                    "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"
-                )
-        for unit_key, why in dropped.items():
+        if self._num_torn and repair:
+            say("manifest.jsonl: cut off a torn last line")
+            self._cut_torn_line()
+        if left := unlisted(self.out, manifest):
             say(
-                f"generations/{unit_key}.parquet {why}: its {len(self._shards[unit_key].keys)} keys run again"
+                f"{len(left)} files in generations/ are not in manifest.jsonl; run adopts those that are whole"
             )
-            self._forget(unit_key)
+        dropped = []
+        for shard in manifest.shards.values():
+            if fault := shard_fault(self.out, shard):
+                path = self.path_of(shard.unit_key)
+                say(f"generations/{path.name} {fault}: its {len(shard.keys)} keys run again")
+                if repair and path.exists():
+                    (self.out / "damaged").mkdir(exist_ok=True)
+                    path.replace(self.out / "damaged" / path.name)
+                dropped.append(shard.unit_key)
+                self._forget(shard.unit_key)
+        for file in manifest.inputs.values():
+            if fault := inputs_fault(self.out, file):
+                say(f"inputs/{file.name} {fault}: run writes it again if the data source has not changed")
         if dropped and repair:
             self._append(json.dumps({"dropped": unit_key}) + "\n" for unit_key in dropped)
 
@@ -136,27 +138,41 @@ class Store:
         return self._shards[unit_key]
 
     def path_of(self, unit_key: str) -> Path:
-        return self.generations / f"{unit_key}.parquet"
+        return shard_path(self.out, unit_key)
 
     # --- writing
 
     def write_inputs(self, file_name: str, items: Iterable[Item]) -> None:
-        """Add items to a file of ``inputs/``. Raises InputError when a known item now reads otherwise."""
+        """Add items to a file of ``inputs/`` and record its SHA-256 in the manifest.
+
+        A recorded file that is gone or damaged is written again where ``items`` give the recorded bytes. Raises
+        InputError when they do not, and when a known item now reads otherwise.
+        """
+        items = list(items)
         path = self.inputs / file_name
-        known = {item.item_id: item for item in read_items(path)} if path.exists() else {}
-        added = False
+        recorded = self._inputs.get(file_name)
+        if recorded is None:
+            known = {item.item_id: item for item in read_items(path)} if path.exists() else {}
+        elif fault := inputs_fault(self.out, recorded):
+            content = encode_items(items)
+            if recorded.fault(content):
+                raise InputError(
+                    f"{path} {fault}, and the data source does not give it again; restore it, or use a new --out"
+                )
+            known = {}
+        else:
+            known = {item.item_id: item for item in read_inputs(self.out, recorded)}
         for item in items:
-            if item.item_id not in known:
-                known[item.item_id] = item
-                added = True
-            elif known[item.item_id] != item:
+            if known.setdefault(item.item_id, item) != item:
                 raise InputError(
                     f"item {item.item_id!r} of {file_name} is not the one this folder was made with: its "
-                    "data source "
-                    "changed; use a new --out"
+                    "data source changed; use a new --out"
                 )
-        if added:
+        written = InputsFile.of(file_name, encode_items(known.values()))
+        if written != recorded or inputs_fault(self.out, written):
             write_items(path, known.values())
+            self._append([written.to_line()])
+            self._inputs[file_name] = written
 
     def write_drafter(self, source: Path, target: Path) -> None:
         """Copy a drafter's file to ``target`` in ``drafters/``, whole or not at all; the name says its content."""
@@ -192,6 +208,9 @@ class Store:
         that is whole and holds only keys that are missing is adopted; everything else in ``staging/`` is
         removed.
         """
+        for path in (*self.generations.iterdir(), *self.staging.iterdir()):
+            if path.is_dir():
+                raise InputError(f"{path} is a folder, and only files belong there; move it away")
         for path in sorted(self.generations.iterdir()):
             if path.suffix != ".parquet" or path.stem not in self._shards:
                 path.replace(self.staging / path.name)
@@ -269,12 +288,18 @@ class Store:
 
     def _append(self, lines: Iterable[str]) -> None:
         is_new = not self._manifest.exists()
+        self._cut_torn_line()
         with self._manifest.open("ab") as file:
             file.write("".join(lines).encode())
             file.flush()
             os.fsync(file.fileno())
         if is_new:
             _sync_folder(self.out)
+
+    def _cut_torn_line(self) -> None:
+        if self._num_torn:
+            os.truncate(self._manifest, self._manifest.stat().st_size - self._num_torn)
+            self._num_torn = 0
 
     def _remember(self, shard: Shard) -> None:
         self._shards[shard.unit_key] = shard
@@ -299,13 +324,6 @@ def _compare(shard: Shard, unit: WorkUnit, result: UnitResult) -> None:
         raise RejectedShardError(f"unit {unit.unit_key}: the file holds other keys than were asked for")
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -326,15 +344,13 @@ def load(run_dir: str | Path) -> Generations:
     """Rows of a run folder for a notebook: ``load("out").table.to_pandas()``; any time, also while a run
     writes.
 
-    Raises InputError when the folder is not a run folder, or of another schema version.
+    Raises InputError when the folder is not a run folder or of another schema version, or when a file is not
+    the committed one.
     """
     out = Path(run_dir)
-    store = Store(out)
-    if not (out / "manifest.jsonl").exists():
-        raise InputError(f"{out} holds no manifest.jsonl: not the output folder of a run")
-    store.load(repair=False)
-    paths = [str(store.path_of(shard.unit_key)) for shard in store.shards]
-    record = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
+    if not (out / MANIFEST).exists():
+        raise InputError(f"{out} holds no {MANIFEST}: not the output folder of a run")
+    record = read_record(out)
     return Generations(
-        table=read_table(paths, GENERATIONS), complete=record.get("status") in ("done", "failed")
+        table=read_generations(out), complete=record is not None and record.status in ("done", "failed")
     )

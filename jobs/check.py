@@ -26,13 +26,16 @@ def command(
 
     Every file is held against the manifest, every row against its own columns and its serialized run, then
     --sample rows are decoded again in a fresh process. Findings go to OUT/checks. Exits with 4 when anything
-    differs, with 5 when rows are missing.
+    differs, with 5 when rows are missing, with 1 when rows failed and so nothing could be compared.
     """
     console = Console(soft_wrap=True, highlight=False)
     stored = check_stored(out)
-    file_faults = check_files(out)
+    files = check_files(out)
+    file_faults = [*files.faults, *files.inputs_faults]
     for fault in file_faults:
         console.print(fault, style="red", markup=False)
+    if files.faults:
+        console.print("restore these files, or run the same grid again: what changed is decoded again")
     write_checks(out, "stored", stored.checks)
     console.print(f"stored rows: {len(stored.checks)}, {_levels(stored.checks)}")
     _show_faults(console, stored.checks)
@@ -43,6 +46,9 @@ def command(
         )
 
     recomputed: list[Check] = []
+    if files.inputs_faults:
+        console.print("no rows are decoded again: their inputs are not those of the run", style="red")
+        sample = 0
     rows = sample_rows(out, sample, seed) if sample else []
     if rows:
         recomputed = check_recomputed(out, rows, device)
@@ -52,7 +58,20 @@ def command(
 
     if file_faults or any(check.faults for check in (*stored.checks, *recomputed)):
         return 4
-    return 5 if stored.missing or not stored.checks else 0
+    if stored.missing or not stored.checks:
+        return 5
+    return 1 if not stored.num_compared and _explain_nothing_compared(console, stored.checks) else 0
+
+
+def _explain_nothing_compared(console: Console, checks: Sequence[Check]) -> bool:
+    """Say why no row was held against its serialized run; True when there was any to be."""
+    num_open = sum(bool(check.notes) for check in checks)
+    if num_open:
+        why = f"{num_open} of {len(checks)} rows failed or have no serialized run"
+        console.print(f"nothing was compared: {why}; run the grid again with --retry-failed", style="red")
+    else:
+        console.print("nothing was compared: the run holds draft-free rows only", style="yellow")
+    return num_open > 0
 
 
 def _levels(checks: Sequence[Check]) -> str:

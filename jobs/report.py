@@ -19,11 +19,11 @@ def command(
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write one line a cell as CSV.")] = None,
-) -> None:
+) -> int:
     """Show forwards, acceptance, speed, accuracy and exactness of a run.
 
     Works on a run that is still going or has stopped, and then says what is missing. A speed-up is shown only
-    together with its exactness verdict.
+    together with its exactness verdict. Exits with 5 for a run that has no rows yet.
     """
     report = build_report(out)
     table_console().print(terminal_view(report))
@@ -33,6 +33,7 @@ def command(
         _write(json, json_text(report))
     if csv is not None:
         _write(csv, csv_text(report))
+    return 0 if report.cells else 5
 
 
 def _write(path: Path, text: str) -> None:

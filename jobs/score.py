@@ -55,6 +55,9 @@ def command(
         workers=workers,
         on_progress=report,
     )
+    if not summary.num_generations:
+        print(f"{out}: no rows yet, so nothing to score; run its grid first")
+        raise typer.Exit(5)
     print_summary(summary)
     if summary.num_failed:
         raise typer.Exit(1)

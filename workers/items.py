@@ -33,22 +33,42 @@ class Item:
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
             raise InputError(f"item {self.item_id!r}: give either messages or a raw prompt")
+        for name, kind in (("item_id", str), ("assistant_prefix", str), ("document", dict)):
+            if not isinstance(getattr(self, name), kind):
+                found = type(getattr(self, name)).__name__
+                raise InputError(f"item {self.item_id!r}: {name} is of type {found}, not {kind.__name__}")
+
+
+def encode_items(items: Iterable[Item]) -> bytes:
+    """Items as JSON lines, each ended by a line feed; documents keep the column order of their source."""
+    lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items]
+    return "".join(lines).encode()
 
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Write ``items`` as JSON lines, replacing the file whole. Documents keep the column order of their source."""
     temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        for item in items:
-            file.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+    temporary.write_bytes(encode_items(items))
     temporary.replace(path)
 
 
 def read_items(path: Path) -> Iterator[Item]:
-    """Read what :func:`write_items` wrote. Raises InputError naming the file and line that is not an item."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield Item(**json.loads(line))
-            except (TypeError, ValueError) as error:
-                raise InputError(f"{path}:{number}: not a benchmark item ({error})") from error
+    """Read what :func:`write_items` wrote. Raises InputError naming the file, or its line that is not an item."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); restore it, or run the same grid again, which writes it"
+        ) from error
+    yield from parse_items(content, path)
+
+
+def parse_items(content: bytes, path: Path) -> Iterator[Item]:
+    """The items of a file's ``content``. Raises InputError naming ``path`` and the line that is not an item."""
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else [], 1):
+        try:
+            yield Item(**json.loads(line))
+        except (TypeError, ValueError, RecursionError, InputError) as error:
+            raise InputError(
+                f"{path}:{number}: not a benchmark item ({error}); restore the file, or use a new --out"
+            ) from error

@@ -326,17 +326,28 @@ def write_table(path: str, table: pa.Table) -> None:
 def read_table(paths: Sequence[str], schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
     """Read files of one schema version as one table, in the order given.
 
-    Raises InputError naming the first file whose table or schema version differs.
+    Raises InputError naming the first file that cannot be read, is damaged, or is of another table or version.
     """
     wanted = (
         schema if columns is None else pa.schema([schema.field(name) for name in columns], schema.metadata)
     )
     tables = []
     for path in paths:
-        file = pq.ParquetFile(path)
-        check_schema(path, file, schema)
-        tables.append(file.read(columns=wanted.names).cast(wanted))
+        try:
+            tables.append(_read_file(path, schema, wanted))
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError: nulls, bad UTF-8
+            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            raise InputError(
+                f"{path} is not a whole Parquet file of {schema.metadata[b'dlmgrid.table'].decode()} ({cause}); "
+                "restore it, or move it away and repeat the command that wrote it"
+            ) from error
     return pa.concat_tables(tables) if tables else wanted.empty_table()
+
+
+def _read_file(path: str, schema: pa.Schema, wanted: pa.Schema) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        check_schema(path, file, schema)
+        return file.read(columns=wanted.names).cast(wanted)
 
 
 def check_schema(path: str, file: pq.ParquetFile, schema: pa.Schema) -> None:
@@ -345,6 +356,6 @@ def check_schema(path: str, file: pq.ParquetFile, schema: pa.Schema) -> None:
     for key in (b"dlmgrid.table", b"dlmgrid.schema_version"):
         if found.get(key) != schema.metadata[key]:
             raise InputError(
-                f"{path}: {key.decode()} is {found.get(key, b'missing').decode()}, this version reads "
+                f"{path}: {key.decode()} is {found.get(key, b'missing').decode(errors='replace')}, this version reads "
                 f"{schema.metadata[key].decode()}; use a new output folder"
             )

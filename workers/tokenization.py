@@ -160,6 +160,8 @@ def chat_template_source(folder: Path | str, chat_template: str = "") -> str | N
     Raises InputError as that function does.
     """
     return _template_source(Path(folder), _read_settings(Path(folder)), chat_template)[0]
+
+
 def check_prompts(folder: Path, chat_template: str, items: Sequence[Item]) -> None:
     """Encode ``items`` as a worker would. Raises InputError as :func:`load_tokenizer`, :meth:`PromptEncoder.encode`
     and, where one of them is a chat, :meth:`PromptEncoder.check_template` do."""

@@ -175,7 +175,10 @@ class UnitRunner:
 
     def _references(self, unit: WorkUnit) -> dict[Key, Row]:
         wanted = unit.cell.reference().cell_key
-        table = read_table(list(unit.reference_shards), GENERATIONS, REFERENCE_COLUMNS)
+        try:
+            table = read_table(list(unit.reference_shards), GENERATIONS, REFERENCE_COLUMNS)
+        except InputError as error:  # the driver commits whole files only: another actor may see this one
+            raise TransientError(str(error)) from error
         return {
             Key(row["item_id"], row["repeat"]): row for row in table.to_pylist() if row["cell_key"] == wanted
         }

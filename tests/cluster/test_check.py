@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlmgrid.cluster.check import check_stored, compare_again
+from dlmgrid.cluster.check import GENERATION_COLUMNS, check_stored, compare_again
 from dlmgrid.cluster.recompute import sample_name, sample_rows, write_checks
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import CHECKS, read_table
@@ -69,6 +69,20 @@ def test_fused_rows_are_held_against_the_serialized_run_whatever_their_method(
         ({"accepted": [2, 1]}, "3 rounds have 2 accepted counts"),
         ({"accepted": [2, 1, 1]}, "3 rounds that accept 4 cannot make 6 steps"),
         ({"accepted_per_round": 2.0}, "accepted_per_round is 2.0"),
+        ({"text": "7 8 9"}, "text differs from that of its serialized run"),
+        ({"text": None}, "a row with tokens has no text"),
+        ({"stop_reason": "length"}, "stop_reason is length after 6 of 8 tokens"),
+        ({"stop_reason": "bored"}, "stop_reason is bored"),
+        ({"generated_tokens": 5}, "generated_tokens is 5, there are 6 tokens"),
+        ({"prompt_digest": "0" * 16}, "prompt_digest differs"),
+        ({"temperature_text": "1"}, "temperature_text is 1"),
+        ({"drafted_nodes": 13}, "drafted_nodes is 13"),
+        ({"drafted_nodes": 8}, "rows_computed is"),
+        ({"nfe_prefill": -1, "nfe_total": 4}, "no count is stored in nfe_prefill"),
+        ({"nfe_prefill": 0, "nfe_total": 5}, "nfe_prefill is 0"),
+        ({"nfe_commit": 1, "nfe_total": 5}, "nfe_commit is 1"),
+        ({"error": "out of memory"}, "an error is stored although it can be compared"),
+        ({"token_ids": None, "error": "out of memory"}, "a row without tokens holds text"),
         ({"exact_bits": False}, "exact_bits is stored as False, found True"),
         ({"exact_path": None}, "exact_path is stored as None, found True"),
         ({"temperature": 1.0}, "cell_key is"),
@@ -80,6 +94,15 @@ def test_fused_rows_are_held_against_the_serialized_run_whatever_their_method(
 def test_each_tampering_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     faults = _faults(write_run(tmp_path, _rows(**changes)))
     assert any(fault.startswith(expected) for fault in faults), faults
+
+
+def test_draft_free_row_without_a_verdict_and_one_with_an_error_beside_it_are_faults(tmp_path: Path) -> None:
+    none = dict.fromkeys(("exact_tokens", "exact_path", "exact_bits"))
+    rows = [make_row(REFERENCE, "a", TOKENS, **none), make_row(REFERENCE, "b", TOKENS, error="late")]
+    assert _faults(write_run(tmp_path, rows)) == [
+        "the serialized run has no verdict against its second run",
+        "an error is stored beside a verdict: late",
+    ]
 
 
 def test_divergence_is_found_with_its_step_position_and_margin(tmp_path: Path) -> None:
@@ -119,9 +142,9 @@ def test_serialized_run_that_is_not_stored_counts_as_missing(tmp_path: Path) -> 
 
 
 def test_rows_whose_serialized_run_failed_are_unchecked_and_may_hold_no_verdict(tmp_path: Path) -> None:
-    blank = dict.fromkeys(("token_ids", "exact_tokens", "exact_path", "exact_bits"))
-    reference, accelerated = _rows(error="no verdict", **dict.fromkeys(blank.keys() - {"token_ids"}))
-    failed = reference | blank | {"error": "prompt does not fit"}
+    levels = dict.fromkeys(("exact_tokens", "exact_path", "exact_bits"))
+    reference, accelerated = _rows(error="no verdict", **levels)
+    failed = reference | dict.fromkeys(GENERATION_COLUMNS) | {"error": "prompt does not fit"}
     found = check_stored(write_run(tmp_path / "honest", [failed, accelerated]))
     assert not found.faulty
     assert any("its serialized run failed" in note for check in found.checks for note in check.notes)

@@ -242,6 +242,44 @@ def test_unfinished_run_says_so(tmp_path: Path, record: dict[str, str], text: st
     assert bool(report.incomplete) == bool(text)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"status": 1, "message": ""}', "[" * 100_000])
+def test_damaged_run_record_is_named(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path, _rows())
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(InputError, match=r"run.json cannot be read .* delete it"):
+        build_report(tmp_path)
+
+
+def test_damage_to_a_file_is_named_and_a_foreign_one_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, _rows())
+    before = json_text(build_report(tmp_path))
+    path = sorted((tmp_path / "generations").iterdir())[0]
+    path.with_name("copy.parquet").write_bytes(path.read_bytes())
+    (tmp_path / "generations" / "foreign.parquet").write_bytes(b"foreign")
+    report = build_report(tmp_path)
+    assert "left out: 2 files in generations/" in report.incomplete
+    assert json.loads(json_text(report))["cells"] == json.loads(before)["cells"]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{path.name} has sha256 .* run the same grid again"):
+        build_report(tmp_path)
+    path.unlink()
+    with pytest.raises(InputError, match=rf"{path.name} is missing"):
+        build_report(tmp_path)
+
+
+def test_scores_that_are_none_and_settings_that_cannot_be_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "scored", _rows())
+    (tmp_path / "scored" / "scores").mkdir()
+    (tmp_path / "scored" / "scores" / "x.parquet").write_bytes(b"garbage")
+    with pytest.raises(InputError, match=r"x.parquet is not a whole Parquet file of scores"):
+        build_report(tmp_path / "scored")
+    write_run(tmp_path / "seeded", _rows(seed="abc"))
+    with pytest.raises(InputError, match="holds settings that cannot be"):
+        build_report(tmp_path / "seeded")
+
+
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the --out folder of a run"):
         build_report(tmp_path)

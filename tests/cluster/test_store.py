@@ -20,10 +20,10 @@ import pytest
 
 from dlmgrid.cluster.cells import CellWork
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
-from dlmgrid.cluster.shard import RejectedShardError, read_shard
 from dlmgrid.cluster.store import Store, load
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
+from dlmgrid.workers.shard import RejectedShardError, read_shard
 from dlmgrid.workers.tables import GENERATIONS, write_table
 from dlmgrid.workers.testing.fake_catalog import write_fake_checkpoint
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlmgrid.cluster import recompute
+from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.cells import Questions
 from dlmgrid.cluster.grid import BenchmarkEntry
-from dlmgrid.cluster.store import read_shard
 from dlmgrid.jobs.check import command
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import Item, write_items
+from dlmgrid.workers.items import Item
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
-from dlmgrid.workers.testing.stored_rows import make_row, small_cell, write_run
+from dlmgrid.workers.testing.stored_rows import commit_items, commit_rows, make_row, small_cell, write_run
 
 REFERENCE = small_cell(weight_fingerprint="weights")
 CHAIN = small_cell(weight_fingerprint="weights", method="ssd", budget=4)
@@ -34,22 +33,9 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for item in "ab":
         reference = make_row(REFERENCE, item, TOKENS)
         rows += [reference, make_row(CHAIN, item, TOKENS, accepted=[2, 1, 0], reference=reference)]
-    (tmp_path / "inputs").mkdir()
     name = recompute.inputs_file_name("words", "1", 0)
-    write_items(tmp_path / "inputs" / name, [Item(item_id=item, prompt=item) for item in "ab"])
-    return _store(tmp_path, rows)
-
-
-def _store(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Commit rows as the driver does: one file a unit, named by it, and a line of the manifest."""
-    write_run(run_dir, rows)
-    with (run_dir / "manifest.jsonl").open("a") as manifest:
-        for path in (run_dir / "generations").glob("*.parquet"):
-            shard = read_shard(path)
-            if path.stem != shard.unit_key:
-                path.rename(path.with_stem(shard.unit_key))
-                manifest.write(shard.to_line())
-    return run_dir
+    commit_items(tmp_path, name, [Item(item_id=item, prompt=item) for item in "ab"])
+    return write_run(tmp_path, rows)
 
 
 def _decode_as_stored(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[list[str]]:
@@ -111,13 +97,13 @@ def test_row_that_decodes_otherwise_exits_with_4(
 def test_tampered_row_exits_with_4_and_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = make_row(REFERENCE, "c", TOKENS)
     row = make_row(CHAIN, "c", TOKENS, reference=reference, path_digest="0" * 16)
-    _store(run_dir, [reference, row])
+    write_run(run_dir, [reference, row])
     assert command(run_dir, sample=0) == 4
     assert f"{CHAIN.cell_key} c repeat 0: path_digest is {'0' * 16}" in capsys.readouterr().out
 
 
 def test_missing_rows_exit_with_5(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _store(run_dir, [make_row(REFERENCE, "c", TOKENS)])
+    write_run(run_dir, [make_row(REFERENCE, "c", TOKENS)])
     assert command(run_dir, sample=0) == 5
     assert "1 rows of 1 cells are missing" in capsys.readouterr().out
 
@@ -136,9 +122,10 @@ def test_file_that_is_not_the_committed_one_exits_with_4(
 def test_file_without_a_line_in_the_manifest_exits_with_4(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(run_dir, [make_row(REFERENCE, "c", TOKENS), make_row(CHAIN, "c", TOKENS)])
+    row = make_row(REFERENCE, "c", TOKENS)
+    write_table(str(run_dir / "generations" / "foreign.parquet"), to_table(GENERATIONS, [row]))
     assert command(run_dir, sample=0) == 4
-    assert f"generations/{REFERENCE.cell_key}.parquet is not in the manifest" in capsys.readouterr().out
+    assert "generations/foreign.parquet is not in the manifest" in capsys.readouterr().out
 
 
 def test_inputs_are_named_as_the_driver_names_them() -> None:
@@ -159,9 +146,78 @@ def test_changed_weights_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPa
         command(run_dir)
 
 
-def test_missing_inputs_are_named(run_dir: Path) -> None:
-    (run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)).unlink()
-    with pytest.raises(InputError, match=r"inputs/words-[0-9a-f]{12}\.jsonl is missing"):
+def test_inputs_that_are_gone_or_changed_exit_with_4_and_nothing_is_decoded_from_them(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)
+    path.write_bytes(path.read_bytes().replace(b'"prompt": "a"', b'"prompt": "b"'))
+    assert command(run_dir) == 4
+    assert f"inputs/{path.name} has sha256" in capsys.readouterr().out
+    path.unlink()
+    assert command(run_dir) == 4
+    printed = capsys.readouterr().out
+    assert f"inputs/{path.name} is missing" in printed
+    assert "no rows are decoded again" in printed
+
+
+@pytest.mark.parametrize("damage", ["truncate", "zero", "flip", "folder", "remove"])
+def test_damaged_file_exits_with_4_and_the_others_are_checked(
+    run_dir: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted((run_dir / "generations").iterdir())[0]
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(content[:-9])
+    elif damage == "zero":
+        path.write_bytes(bytes(len(content)))
+    elif damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    assert command(run_dir, sample=0) == 4
+    printed = capsys.readouterr().out
+    assert f"generations/{path.name} " in printed
+    assert "stored rows: 2" in printed
+
+
+def test_file_whose_manifest_line_says_otherwise_exits_with_4(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = run_dir / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace('"num_tokens":12', '"num_tokens":13'))
+    assert command(run_dir, sample=0) == 4
+    assert "is not what the manifest says of it" in capsys.readouterr().out
+
+
+def test_settings_that_cannot_be_are_a_fault_of_the_row(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit_rows(run_dir, [make_row(REFERENCE, "c", TOKENS, seed="abc")])
+    commit_rows(run_dir, [make_row(CHAIN, "d", TOKENS, threshold=float("nan"))])
+    assert command(run_dir, sample=0) == 4
+    printed = capsys.readouterr().out
+    assert f"{REFERENCE.cell_key} c repeat 0: a row of cell {REFERENCE.cell_key} holds settings" in printed
+    assert f"{CHAIN.cell_key} d repeat 0: a row of cell {CHAIN.cell_key} holds settings" in printed
+
+
+def test_run_whose_rows_all_failed_is_not_said_to_be_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit_items(tmp_path, "words-0.jsonl", [Item(item_id="a", prompt="a")])
+    blank = dict.fromkeys(set(GENERATIONS.names) & set(GENERATION_COLUMNS))
+    write_run(
+        tmp_path, [make_row(cell, "a", TOKENS, error="bad template") | blank for cell in (REFERENCE, CHAIN)]
+    )
+    assert command(tmp_path, sample=0) == 1
+    assert "nothing was compared: 2 of 2 rows failed" in capsys.readouterr().out
+
+
+def test_folder_without_its_manifest_is_refused(run_dir: Path) -> None:
+    (run_dir / "manifest.jsonl").unlink()
+    with pytest.raises(InputError, match=r"2 files in generations/ and no manifest.jsonl"):
         command(run_dir)
 
 

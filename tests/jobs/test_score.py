@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from dlmgrid.jobs import score
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import Item, write_items
-from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
+from dlmgrid.workers.items import Item
+from dlmgrid.workers.tables import GENERATIONS
+from dlmgrid.workers.testing.stored_rows import commit_items, commit_rows
 
 pytest.importorskip("lm_eval")
 
@@ -23,17 +24,22 @@ APP.command()(score.command)
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """An output folder with one right GSM8K answer."""
-    for name in ("generations", "inputs"):
-        (tmp_path / name).mkdir()
     document = {"question": "1 + 1?", "answer": "#### 2"}
     messages = [{"role": "user", "content": document["question"]}]
-    write_items(tmp_path / "inputs/gsm8k-00.jsonl", [Item(item_id="a", messages=messages, document=document)])
+    commit_items(tmp_path, "gsm8k-00.jsonl", [Item(item_id="a", messages=messages, document=document)])
     row = {
         field.name: None if field.nullable else {pa.string(): ""}.get(field.type, 0) for field in GENERATIONS
     }
     row |= {"benchmark": "gsm8k", "item_id": "a", "text": "So 1 + 1 = 2.\n#### 2"}
-    write_table(str(tmp_path / "generations/u.parquet"), to_table(GENERATIONS, [row]))
+    commit_rows(tmp_path, [row])
     return tmp_path
+
+
+def test_run_without_rows_is_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "generations").mkdir()
+    result = CliRunner().invoke(APP, [str(tmp_path)])
+    assert result.exit_code == 5
+    assert "no rows yet" in result.output
 
 
 def test_prints_metrics_and_what_was_added(out: Path) -> None:

@@ -1,8 +1,8 @@
 """``score_run``: score the stored generations of an output folder, any time, adding rows by scorer version.
 
-Reads ``OUT/generations/*.parquet`` and the documents in ``OUT/inputs/*.jsonl``; writes one file per
-benchmark, scorer and version, ``OUT/scores/<scorer>-<digest>.parquet``, staged in ``OUT/staging`` and
-renamed. The name is fixed by what it holds, so scoring again replaces a file by one that holds all its rows
+Reads the committed rows and the documents that go with them, each file verified against the manifest; writes
+one file per benchmark, scorer and version, ``OUT/scores/<scorer>-<digest>.parquet``, staged in ``OUT/staging``
+and renamed. The name is fixed by what it holds, so scoring again replaces a file by one that holds all its rows
 and more; another version of a scorer writes another file and leaves the first alone. Nothing is locked: if
 two commands score one folder at once the later rename wins, and the next call scores what it lost.
 
@@ -30,7 +30,7 @@ from typing import Any
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring_process import Reply, ScoringProcess
-from dlmgrid.workers.benchmarks.stored_run import read_documents, read_generations
+from dlmgrid.workers.benchmarks.stored_run import read_documents, read_generations, verify_inputs
 from dlmgrid.workers.benchmarks.verdict import (
     ALONE,
     ERRORED,
@@ -112,12 +112,26 @@ def score_run(
         raise InputError(f"workers is {workers}; give at least 1")
     generations = read_generations(folder, benchmarks)
     names = sorted({row["benchmark"] for row in generations})
+    verify_inputs(folder, names)
+    _make_folders(folder)
     may_run_code = confirm_run_unsafe_code or os.environ.get(OPT_IN_VARIABLE) == "1"
     run = _Run(folder, [get_benchmark(name) for name in names], may_run_code)
     jobs = run.plan(generations)
     documents = read_documents(folder, {(job.benchmark.name, job.item_id) for job in jobs})
     run.score(jobs, documents, workers, on_progress)
     return run.summary(len(generations), len(jobs), time.monotonic() - started)
+
+
+def _make_folders(folder: Path) -> None:
+    """Raises InputError where scores could not be written, before any is made."""
+    for name in ("staging", "scores"):
+        try:
+            (folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{folder / name} cannot be written to ({error.strerror}); it must be a folder: move away what "
+                "is there, or make its parent writable"
+            ) from error
 
 
 class _Run:
@@ -159,7 +173,7 @@ class _Run:
         wanted: dict[tuple[str, str, str], set[Key]] = defaultdict(set)
         for benchmark, scorer in self._scorers:
             path = self._path(benchmark, scorer)
-            old = read_table([str(path)], SCORES).to_pylist() if path.is_file() else []
+            old = read_table([str(path)], SCORES).to_pylist() if path.exists() else []
             rows = self._rows[benchmark.name, scorer.name] = {
                 ((row["cell_key"], row["item_id"], row["repeat"]), row["metric"]): row for row in old
             }
@@ -263,12 +277,10 @@ class _Run:
 
     def write(self) -> None:
         """Replace the files of what has changed, each whole or not at all."""
-        staging, scores = self._folder / "staging", self._folder / "scores"
+        staging = self._folder / "staging"
         for benchmark, scorer in self._scorers:
             if (benchmark.name, scorer.name) not in self._changed:
                 continue
-            staging.mkdir(exist_ok=True)
-            scores.mkdir(exist_ok=True)
             path = self._path(benchmark, scorer)
             staged = staging / f"{path.name}.{os.getpid()}"
             rows = self._rows[benchmark.name, scorer.name]

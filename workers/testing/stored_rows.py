@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 import dlmgrid
 from dlmgrid.workers.cell import CELL_FIELDS, Cell, digest, reference_key
 from dlmgrid.workers.decoding.paths import compare, logits_digest, path_digest
+from dlmgrid.workers.items import Item, write_items
+from dlmgrid.workers.run_folder import MANIFEST, InputsFile, shard_path
+from dlmgrid.workers.shard import Shard
 from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
+from dlmgrid.workers.units import Key
 
 PROMPT_TOKENS = 5
 RUNTIME = "cpu/torch/testing"
@@ -66,7 +71,7 @@ def make_row(
         prompt_digest=digest([cell.prompt_version, item_id]),
         token_ids=list(tokens),
         text=" ".join(map(str, tokens)),
-        stop_reason="canvas",
+        stop_reason="eos",
         generated_tokens=len(tokens),
         commit_positions=positions,
         commit_tokens=list(tokens),
@@ -84,7 +89,7 @@ def make_row(
         accepted_per_round=sum(accepted) / len(accepted),
         accepted=accepted,
         drafted_nodes=cell.budget * len(accepted),
-        rows_computed=len(accepted) * (cell.budget + 1) * cell.block_length,
+        rows_computed=(len(accepted) * (cell.budget + 1) + 3) * cell.block_length,
         recompute_ratio=1.0,
         seconds_wall=0.01 * (len(accepted) + 3),
         profiled=False,
@@ -106,12 +111,52 @@ def make_row(
 
 
 def write_run(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Store ``rows`` as a run folder does: a shard for each cell, in ``generations/``."""
-    folder = run_dir / "generations"
-    folder.mkdir(parents=True, exist_ok=True)
-    by_cell: dict[str, list[dict[str, Any]]] = {}
+    """Commit ``rows`` as the driver does, but unseen: a shard for each cell and its line of the manifest."""
+    by_cell: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        by_cell.setdefault(row["cell_key"], []).append(dict(row))
-    for cell_key, of_cell in by_cell.items():
-        write_table(str(folder / f"{cell_key}.parquet"), to_table(GENERATIONS, of_cell))
+        by_cell.setdefault(row["cell_key"], []).append(row)
+    for of_cell in by_cell.values():
+        commit_rows(run_dir, of_cell)
     return run_dir
+
+
+def commit_rows(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write one committed file of these rows, whatever they hold, with its line of the manifest."""
+    keys = tuple(Key(row["item_id"], row["repeat"]) for row in rows)
+    cell_key = rows[0]["cell_key"]
+    unit_key = digest([cell_key, [[key.item_id, key.repeat] for key in sorted(keys)]])
+    path = shard_path(run_dir, unit_key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_table(str(path), to_table(GENERATIONS, [dict(row) for row in rows]))
+    content = path.read_bytes()
+    verdicts = [[row[f"exact_{level}"] for level in ("tokens", "path", "bits")] for row in rows]
+    shard = Shard(
+        unit_key=unit_key,
+        cell_key=cell_key,
+        keys=keys,
+        num_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        failed=tuple(key for key, row in zip(keys, rows, strict=True) if row["error"] is not None),
+        inexact=tuple(key for key, found in zip(keys, verdicts, strict=True) if False in found),
+        num_unchecked=sum(None in found for found in verdicts),
+        num_tokens=sum(row["generated_tokens"] or 0 for row in rows),
+        runtime_fingerprint=rows[0]["runtime_fingerprint"] or "",
+        run_id=rows[0]["run_id"] or "",
+        attempt=rows[0]["attempt"] or 0,
+    )
+    _append(run_dir, shard.to_line())
+    return path
+
+
+def commit_items(run_dir: Path, name: str, items: Sequence[Item]) -> Path:
+    """Write a file of ``inputs/`` with its line of the manifest."""
+    path = run_dir / "inputs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_items(path, items)
+    _append(run_dir, InputsFile.of(name, path.read_bytes()).to_line())
+    return path
+
+
+def _append(run_dir: Path, line: str) -> None:
+    with (run_dir / MANIFEST).open("a", encoding="utf-8") as manifest:
+        manifest.write(line)

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from dlmgrid.workers.items import Item, write_items
-from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
+from dlmgrid.workers.items import Item
+from dlmgrid.workers.tables import GENERATIONS
+from dlmgrid.workers.testing.stored_rows import commit_items, commit_rows
 
 GSM8K_ROWS = [
     {
@@ -128,10 +129,9 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         for name in ("generations", "inputs", "staging"):
             (out / name).mkdir(parents=True, exist_ok=True)
         for name, listed in items.items():
-            write_items(out / "inputs" / f"{name}-0123abcd.jsonl", listed)
-        offset = len(list((out / "generations").iterdir()))
-        for index, rows in enumerate(shards, offset):
-            write_table(str(out / "generations" / f"unit{index}.parquet"), to_table(GENERATIONS, rows))
+            commit_items(out, f"{name}-0123abcd.jsonl", listed)
+        for rows in shards:
+            commit_rows(out, rows)
         return out
 
     return make

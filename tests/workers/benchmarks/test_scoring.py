@@ -21,7 +21,8 @@ from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.benchmarks.scoring_process import ScoringProcess
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
-from dlmgrid.workers.tables import SCORES, read_table
+from dlmgrid.workers.tables import GENERATIONS, SCORES, read_table, to_table, write_table
+from dlmgrid.workers.testing.stored_rows import commit_items
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("evalplus")
@@ -255,15 +256,49 @@ def test_only_the_named_benchmarks(
 def test_bad_folders(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=r"no generations/\*.parquet"):
+    with pytest.raises(InputError, match=r"holds no generations/ folder"):
         score_run(tmp_path)
     out = make_run({"gsm8k": gsm8k_items[:1]}, [generation("gsm8k", "gsm8k/3", "?")])
     with pytest.raises(InputError, match="no item 'gsm8k/3' of gsm8k"):
         score_run(out)
     changed = dataclasses.replace(gsm8k_items[0], document={"question": "other", "answer": "#### 1"})
-    (out / "inputs" / "gsm8k-ffff.jsonl").write_bytes((out / "inputs" / "gsm8k-0123abcd.jsonl").read_bytes())
+    commit_items(out, "gsm8k-ffff.jsonl", gsm8k_items[:1])
     make_run({"gsm8k": [changed, *gsm8k_items[1:]]})
     with pytest.raises(InputError, match="gsm8k/0 has another document"):
+        score_run(out)
+
+
+@pytest.mark.usefixtures("probed")
+def test_damage_is_named_and_nothing_is_scored(
+    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
+) -> None:
+    out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", "right")])
+    score_run(out)
+    inputs = out / "inputs" / "gsm8k-0123abcd.jsonl"
+    written = inputs.read_bytes()
+    inputs.write_bytes(written.replace(b"####", b"###1"))
+    with pytest.raises(InputError, match=r"gsm8k-0123abcd.jsonl has sha256 .* restore it"):
+        score_run(out)
+    inputs.write_bytes(written)
+    (shard,) = (out / "generations").iterdir()
+    rows = read_table([str(shard)], GENERATIONS).to_pylist()
+    write_table(str(shard), to_table(GENERATIONS, [row | {"text": "other"} for row in rows]))
+    with pytest.raises(InputError, match=r"\.parquet has .* the manifest says .* run the same grid again"):
+        score_run(out)
+    (out / "manifest.jsonl").unlink()
+    with pytest.raises(InputError, match=r"1 files in generations/ and no manifest.jsonl"):
+        score_run(out)
+
+
+def test_folder_of_an_older_version_and_scores_that_are_a_file_are_refused(
+    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
+) -> None:
+    out = make_run({}, [generation("gsm8k", "gsm8k/0", "right")])
+    with pytest.raises(InputError, match="written by an older version"):
+        score_run(out)
+    make_run({"gsm8k": gsm8k_items})
+    (out / "scores").write_text("")
+    with pytest.raises(InputError, match=r"scores cannot be written to .* must be a folder"):
         score_run(out)
 
 

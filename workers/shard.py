@@ -19,6 +19,8 @@ from dlmgrid.workers.units import Key
 
 _KEY_COLUMNS = ["cell_key", "item_id", "repeat"]
 _KEY_LISTS = ("keys", "failed", "inexact")
+_TEXTS = ("unit_key", "cell_key", "sha256", "runtime_fingerprint", "run_id")
+_COUNTS = ("num_bytes", "num_unchecked", "num_tokens", "attempt")
 _VERDICTS = ("exact_tokens", "exact_path", "exact_bits")
 _SUMMARY_COLUMNS = [
     *_KEY_COLUMNS,
@@ -65,10 +67,23 @@ class Shard:
 
     @classmethod
     def from_line(cls, values: dict[str, Any]) -> Shard:
+        """What :meth:`to_line` wrote. Raises KeyError, TypeError or ValueError for a line that is damaged."""
         values = {name: values[name] for name in cls.__slots__}
         for name in _KEY_LISTS:
-            values[name] = tuple(Key(item_id, repeat) for item_id, repeat in values[name])
+            values[name] = tuple(_key(item_id, repeat) for item_id, repeat in values[name])
+        for name in _TEXTS:
+            if not isinstance(values[name], str):
+                raise TypeError(f"{name} is {values[name]!r}, not a text")
+        for name in _COUNTS:
+            if not isinstance(values[name], int):
+                raise TypeError(f"{name} is {values[name]!r}, not a number")
         return cls(**values)
+
+
+def _key(item_id: object, repeat: object) -> Key:
+    if not isinstance(item_id, str) or not isinstance(repeat, int):
+        raise TypeError(f"[{item_id!r}, {repeat!r}] is no key")
+    return Key(item_id, repeat)
 
 
 def read_shard(path: Path, *, sync: bool = True) -> Shard:
@@ -83,6 +98,8 @@ def read_shard(path: Path, *, sync: bool = True) -> Shard:
             content = file.read()
     except FileNotFoundError as error:
         raise RejectedShardError(f"{path.name} is not there") from error
+    except OSError as error:
+        raise RejectedShardError(f"{path.name} cannot be read ({error.strerror})") from error
     try:
         parquet = pq.ParquetFile(pa.BufferReader(content))
         found = parquet.schema_arrow
