@@ -42,12 +42,13 @@ def test_fused_rows_are_held_against_the_serialized_run_whatever_their_method(
 ) -> None:
     cell = small_cell(method=method, budget=0 if method == "none" else 4, fused_commit=True)
     reference = make_row(REFERENCE, "a", TOKENS)
-    equal = make_row(cell, "a", TOKENS, reference=reference)
+    fused = {"nfe_commit": 1, "nfe_total": reference["nfe_total"] - 1}  # the last block's own commit pass is left
+    equal = make_row(cell, "a", TOKENS, reference=reference) | fused
     run = write_run(tmp_path / "equal", [reference, equal])
     assert _faults(run) == []
     (check,) = [check for check in check_stored(run).checks if check.cell_key == cell.cell_key]
     assert check.verdict is not None and check.verdict.exact_bits
-    other = make_row(cell, "a", [7, 8, 9, 4, 2, 1], reference=reference)
+    other = make_row(cell, "a", [7, 8, 9, 4, 2, 1], reference=reference) | fused
     faults = _faults(write_run(tmp_path / "other", [reference, other]))
     assert {f"{level} is false" for level in ("exact_tokens", "exact_path", "exact_bits")} == set(faults)
 

@@ -125,7 +125,7 @@ def test_what_is_wrong_is_named_in_one_line(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1.0e-6", 1e-6), ("1.0e+2", 100.0), ("2.5e+0", 2.5)])
+@pytest.mark.parametrize(("text", "value"), [("1.0e-3", 1e-3), ("1.0e+2", 100.0), ("2.5e+0", 2.5)])
 def test_the_way_of_writing_that_an_error_names_is_read(text: str, value: float) -> None:
     assert parse_grid(change("[0, 0.7]", f"[{text}]"), "g").temperatures == [value]
 

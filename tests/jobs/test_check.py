@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlmgrid.cluster import recompute
-from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.cells import Questions
+from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.grid import BenchmarkEntry
 from dlmgrid.jobs.check import command
 from dlmgrid.workers.errors import InputError

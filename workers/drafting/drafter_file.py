@@ -49,7 +49,9 @@ def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
 def misfit(graph: DraftGraph, cell: Cell) -> str | None:
     """Why a graph cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
     key = graph.key
-    for name in ("decoder", "commits_per_step", "threshold", "temperature", "block_length", "noise"):
+    for name in (
+        "decoder", "commits_per_step", "threshold", "comparison", "factor", "temperature", "block_length", "noise",
+    ):  # fmt: skip
         if name == "noise" and cell.temperature == 0:
             continue
         wanted, found = getattr(cell, name), getattr(key, name)

@@ -50,6 +50,8 @@ def graph_key(trajectory: Trajectory) -> GraphKey:
         decoder=settings["decoder"],
         commits_per_step=settings["commits_per_step"],
         threshold=settings["threshold"],
+        comparison=settings.get("comparison"),
+        factor=settings.get("factor"),
         temperature=trajectory.temperature,
         noise=settings["noise"],
         block_length=trajectory.block_length,

@@ -48,6 +48,8 @@ class GraphKey:
     temperature: float
     noise: str
     block_length: int
+    comparison: str | None = None
+    factor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
