@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlmgrid.cluster import recompute
-from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.cells import Questions
+from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.grid import BenchmarkEntry
 from dlmgrid.jobs.check import command
 from dlmgrid.workers.errors import InputError
@@ -208,7 +208,9 @@ def test_run_whose_rows_all_failed_is_not_said_to_be_well(
 ) -> None:
     commit_items(tmp_path, "words-0.jsonl", [Item(item_id="a", prompt="a")])
     blank = dict.fromkeys(set(GENERATIONS.names) & set(GENERATION_COLUMNS))
-    write_run(tmp_path, [make_row(cell, "a", TOKENS, error="bad template") | blank for cell in (REFERENCE, CHAIN)])
+    write_run(
+        tmp_path, [make_row(cell, "a", TOKENS, error="bad template") | blank for cell in (REFERENCE, CHAIN)]
+    )
     assert command(tmp_path, sample=0) == 1
     assert "nothing was compared: 2 of 2 rows failed" in capsys.readouterr().out
 
