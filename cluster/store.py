@@ -169,7 +169,8 @@ class Store:
                     "data source changed; use a new --out"
                 )
         written = InputsFile.of(file_name, encode_items(known.values()))
-        if written != recorded or inputs_fault(self.out, written):
+        is_same_size = path.exists() and path.stat().st_size == written.num_bytes
+        if written != recorded or not is_same_size or inputs_fault(self.out, written):
             write_items(path, known.values())
             self._append([written.to_line()])
             self._inputs[file_name] = written

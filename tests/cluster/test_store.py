@@ -127,6 +127,53 @@ def test_a_lost_or_cut_file_is_planned_again_and_the_others_stay(
     assert num_missing(reopened(store), works) == 0
 
 
+def test_a_changed_file_of_the_same_size_is_put_aside_and_never_adopted(
+    store: Store, works: list[CellWork], run_units: Any, stored_rows: Any
+) -> None:
+    run_units(store, plan_chains(works, store, SETTINGS), limit=3)
+    path = store.path_of(next(iter(store.shards)).unit_key)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(InputError, match=rf"{path.name} has sha256"):
+        stored_rows(store.out)
+    planned, said = Store(store.out), list[str]()
+    planned.load(repair=False, say=said.append)
+    assert num_missing(planned, works) == 48 - 2 * 4
+    assert f"generations/{path.name} has sha256" in said[0]
+    assert num_missing(reopened(store), works) == 48 - 2 * 4
+    assert [kept.name for kept in (store.out / "damaged").iterdir()] == [path.name]
+
+
+def test_files_that_the_manifest_does_not_name_are_mentioned_by_a_plan(
+    store: Store, works: list[CellWork], run_units: Any
+) -> None:
+    run_units(store, plan_chains(works, store, SETTINGS), limit=2)
+    (store.out / "manifest.jsonl").unlink()
+    said: list[str] = []
+    Store(store.out).load(repair=False, say=said.append)
+    assert said == ["2 files in generations/ are not in manifest.jsonl; run adopts those that are whole"]
+
+
+def test_inputs_that_are_gone_are_written_again_and_changed_ones_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.create()
+    items = [Item(item_id="a", prompt="1"), Item(item_id="b", prompt="2")]
+    store.write_inputs("x.jsonl", items)
+    path = store.inputs / "x.jsonl"
+    written = path.read_bytes()
+    path.unlink()
+    said: list[str] = []
+    again = Store(tmp_path)
+    again.load(repair=True, say=said.append)
+    assert "inputs/x.jsonl is missing" in said[0]
+    with pytest.raises(InputError, match="the data source does not give it again"):
+        again.write_inputs("x.jsonl", items[:1])
+    again.write_inputs("x.jsonl", items)
+    assert path.read_bytes() == written
+    path.write_bytes(written + b"torn")
+    again.write_inputs("x.jsonl", items)
+    assert path.read_bytes() == written
+
+
 def test_without_its_manifest_a_folder_is_read_again_from_its_files(
     store: Store, works: list[CellWork], run_units: Any, stored_rows: Any
 ) -> None:
