@@ -8,7 +8,7 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 DEMO_OUT := $(CURDIR)/out/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format wheel gpu-test links checkout clean
+.PHONY: help demo test gold golden lint format wheel gpu-test links checkout clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -19,7 +19,13 @@ demo: $(STAMP) ## decode, score and report a small grid with the shipped model (
 	$(RUN) $(VENV_PYTHON) -m dlmgrid.jobs.cli report $(DEMO_OUT)
 
 test: $(STAMP) ## run the tests that need no GPU
-	$(RUN) $(VENV_PYTHON) -m pytest -q --timeout 600 -m "not gpu" $(ARGS)
+	$(RUN) $(VENV_PYTHON) -m pytest -q --timeout 600 -m "not gpu and not slow" $(ARGS)
+
+gold: $(STAMP) ## score the gold answers of every item of every public set (DLMGRID_DATA=DIR; ARGS="-k mbpp")
+	$(RUN) $(VENV_PYTHON) -m pytest -q -m slow tests/workers/benchmarks $(ARGS)
+
+golden: $(STAMP) ## write the frozen prompts in tests/golden/ again
+	$(RUN) $(VENV_PYTHON) tests/golden/prompts.py
 
 lint: $(STAMP) ## ruff (lint, format) and mypy
 	$(VENV)/bin/ruff check .

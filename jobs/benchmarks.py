@@ -75,6 +75,11 @@ def describe(benchmark: Benchmark, num_fewshot: int = 0) -> list[tuple[str, str]
                 f"{scorer.summary}; metrics {', '.join(scorer.metrics)}; {_version(scorer)}{unsafe}",
             )
         )
+    lines.append(("gold answers that do not score", benchmark.exceptions))
+    lines.extend(
+        (f"data DIR/{file.path}", f"{file.num_rows} rows; {', '.join(file.columns)}; from {file.origin}")
+        for file in benchmark.files
+    )
     return lines
 
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "report": "Show forwards, speed, accuracy and exactness of a run.",
     "models": "List the known models, or check a checkpoint folder.",
     "benchmarks": "List the benchmarks, or describe one in full.",
+    "prefetch": "Fetch benchmark data once; work offline afterwards.",
     "methods": "List the drafting methods, or describe one in full.",
     "export": "Write answers as files that lm-eval or EvalPlus score.",
     "import": "Take in answers made elsewhere, to score them here.",

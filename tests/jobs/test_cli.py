@@ -24,6 +24,7 @@ FLAGS = {
     "report": {"--html", "--json", "--csv"},
     "models": set[str](),
     "benchmarks": {"--data", "--num-fewshot"},
+    "prefetch": {"--data"},
     "methods": set[str](),
     "export": {"--format", "--to", "--benchmarks"},
     "import": {"--benchmark", "--out", "--data", "--model", "--temperature", "--repeats"},

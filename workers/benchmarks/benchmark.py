@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from dlmgrid.workers.benchmarks.data_file import DataFile
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
@@ -18,7 +19,8 @@ class Scorer:
     """One way to score an answer. Its rows in ``scores`` carry ``name`` and ``version()``.
 
     ``metrics`` are named as the tool that computes them names them. A scorer with ``runs_code`` executes text
-    that a model wrote, so it runs only after an explicit opt-in.
+    that a model wrote, so it runs only after an explicit opt-in. ``why_not_scored`` is the reason that every row
+    gets instead of a value, for a set that only its prompts are used of; "" where there is a scorer.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Scorer:
     runs_code: bool
     summary: str
     version: Callable[[], str]
+    why_not_scored: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,8 @@ class Benchmark:
     ``source`` names the data set and its pinned revision. ``chat`` tells whether items are chat messages,
     rendered by the model's own template, or raw text. ``scoring`` is the module whose
     ``score(text, document, options)`` gives the verdicts of every scorer at once; it is imported in the
-    scoring process only.
+    scoring process only ("" where nothing is scored). ``files`` are what ``prefetch`` fetches. ``exceptions``
+    lists the items whose gold answer does not score, by the fault of the set or of the scorer.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Benchmark:
     scoring: str
     versions: Callable[[int], str]
     loader: Loader
+    files: tuple[DataFile, ...] = ()
+    exceptions: str = "none known"
 
     def prompt_version(self, num_fewshot: int = 0) -> str:
         """Identifies the prompt before the model's chat template. Raises InputError for a bad count."""

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from dlmgrid.workers.benchmarks.aime import AIME24, AIME25
+from dlmgrid.workers.benchmarks.alpaca import ALPACA
 from dlmgrid.workers.benchmarks.benchmark import Benchmark
 from dlmgrid.workers.benchmarks.generated_benchmarks import FUNCTIONS, WORDS
 from dlmgrid.workers.benchmarks.gsm8k import GSM8K, GSM8K_QUESTION
 from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK
+from dlmgrid.workers.benchmarks.ifeval import IFEVAL
+from dlmgrid.workers.benchmarks.livecodebench import LIVECODEBENCH
+from dlmgrid.workers.benchmarks.math500 import MATH500
+from dlmgrid.workers.benchmarks.mbpp import MBPP, MBPP_PLUS_BENCHMARK
+from dlmgrid.workers.benchmarks.mt_bench import MT_BENCH
+from dlmgrid.workers.benchmarks.swe_bench_lite import SWE_BENCH_LITE
 from dlmgrid.workers.errors import InputError
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for benchmark in (WORDS, FUNCTIONS, GSM8K, GSM8K_QUESTION, HUMANEVAL, HUMANEVAL_PLUS_BENCHMARK)
+    for benchmark in (
+        WORDS,
+        FUNCTIONS,
+        GSM8K,
+        GSM8K_QUESTION,
+        MATH500,
+        AIME24,
+        AIME25,
+        IFEVAL,
+        HUMANEVAL,
+        HUMANEVAL_PLUS_BENCHMARK,
+        MBPP,
+        MBPP_PLUS_BENCHMARK,
+        LIVECODEBENCH,
+        SWE_BENCH_LITE,
+        MT_BENCH,
+        ALPACA,
+    )
 }
 
 

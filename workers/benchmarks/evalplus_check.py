@@ -33,7 +33,7 @@ from types import FrameType
 from typing import Any
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
-from dlmgrid.workers.benchmarks.humaneval import REPAIRED_TASKS
+from dlmgrid.workers.benchmarks.evalplus_set import REPAIRED_TASKS
 from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
 
@@ -82,6 +82,8 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
     program = extraction.program
     checks = run_checks(program, document, expected, minimum)
     verdicts = _verdicts("evalplus", checks, document, extraction.found, program)
+    if _dataset(document) == "mbpp":
+        return verdicts
     if document["task_id"] in REPAIRED_TASKS:
         checks = run_checks(
             repaired(program, document), _repaired_task(document), _repaired(expected), minimum
@@ -93,7 +95,7 @@ def _extraction_timed_out(document: dict[str, Any], detail: str) -> list[dict[st
     names = ("base",) if document["plus_input"] is None else ("base", "plus")
     return [
         verdict(scorer, f"pass@1,{tests}", 0.0, status=TIMED_OUT, detail=detail)
-        for scorer in ("evalplus", "evalplus-repaired")
+        for scorer in (("evalplus",) if _dataset(document) == "mbpp" else ("evalplus", "evalplus-repaired"))
         for tests in names
     ]
 
@@ -121,12 +123,12 @@ def _check(
     from evalplus.config import DEFAULT_GT_TIME_LIMIT_FACTOR
 
     reference_times = expected[f"{tests}_time"]
-    inputs = json.loads(document[f"{tests}_input"])
+    inputs = _inputs(document, tests)
     limits = [max(minimum, DEFAULT_GT_TIME_LIMIT_FACTOR * seconds) for seconds in reference_times]
     started = time.monotonic()
     with _observed(evalplus_eval) as alarms:
         status, details = evalplus_eval.untrusted_check(
-            "humaneval",
+            _dataset(document),
             program,
             inputs,
             document["entry_point"],
@@ -146,6 +148,21 @@ def _check(
     return Check(
         status=status, num_run=len(details), is_timed_out=is_timed_out, detail=f"{tests}: {status}, {detail}"
     )
+
+
+def _dataset(document: dict[str, Any]) -> str:
+    """EvalPlus' name of the set that the task belongs to."""
+    return {"HumanEval": "humaneval", "Mbpp": "mbpp"}[document["task_id"].partition("/")[0]]
+
+
+def _inputs(document: dict[str, Any], tests: str) -> list[Any]:
+    """The arguments of every test, as EvalPlus makes them from what JSON can hold."""
+    from evalplus.data.mbpp import mbpp_deserialize_inputs
+
+    inputs: list[Any] = json.loads(document[f"{tests}_input"])
+    if _dataset(document) == "mbpp":
+        inputs = mbpp_deserialize_inputs(document["task_id"], inputs)
+    return inputs
 
 
 def _verdicts(
@@ -205,9 +222,11 @@ def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
     Kept in ``cache`` under a hash of the task, its inputs, the EvalPlus and the Python version; written whole
     or not at all, so any number of processes may share the folder.
     """
+    from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
     from evalplus.gen.util import trusted_exec
 
     result: dict[str, Any] = {}
+    is_match = _dataset(document) == "mbpp" and document["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS
     reference = document["prompt"] + document["canonical_solution"]
     for tests in ("base", "plus"):
         if document[f"{tests}_input"] is None:
@@ -220,9 +239,10 @@ def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
             with _alarm(GROUND_TRUTH_SECONDS):
                 computed = trusted_exec(
                     reference,
-                    json.loads(document[f"{tests}_input"]),
+                    _inputs(document, tests),
                     document["entry_point"],
                     record_time=True,
+                    output_not_none=is_match,  # what a match object says is not compared, nor can it be stored
                 )
             _write_whole(path, pickle.dumps(computed))
         result[tests], result[f"{tests}_time"] = pickle.loads(path.read_bytes())

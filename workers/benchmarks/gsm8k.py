@@ -17,12 +17,27 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
-from dlmgrid.workers.benchmarks.data import GSM8K_REVISION, GSM8K_TEST, GSM8K_TRAIN, load_rows
+from dlmgrid.workers.benchmarks.benchmark import Benchmark
+from dlmgrid.workers.benchmarks.data import load_rows
+from dlmgrid.workers.benchmarks.data_file import DataFile
+from dlmgrid.workers.benchmarks.lm_eval_catalog import GSM8K_TASK, SCORING, lm_eval_scorer
 from dlmgrid.workers.items import Item
 
-TASK_NAME = "gsm8k"
-TASK_VERSION = "3.0"
+GSM8K_REVISION = "e53f048856ff4f594e959d75785d2c2d37b678ee"
+GSM8K_TEST = DataFile(
+    path="gsm8k/test.jsonl",
+    columns=("question", "answer"),
+    num_rows=1319,
+    content_digest="bcf98c509c975fc0fa0c7c615c6a1a6611b85b92385534672a1d6bc3a0b3faf4",
+    hub=("openai/gsm8k", "main", "test", GSM8K_REVISION),
+)
+GSM8K_TRAIN = DataFile(
+    path="gsm8k/train.jsonl",
+    columns=("question", "answer"),
+    num_rows=7473,
+    content_digest="7872d7430bd1f3904adfb70339181a42888060d417bec111f8475c7e5ff838a1",
+    hub=("openai/gsm8k", "main", "train", GSM8K_REVISION),
+)
 # lm-eval's --seed is 0,1234,1234,1234: the last one draws few-shot examples, and it is not our decoding seed.
 FEWSHOT_SEED = 1234
 
@@ -56,17 +71,7 @@ def _load_question(data: str | Path | None, limit: int | None, num_fewshot: int)
     return _load(data, limit, num_fewshot, bare=True)
 
 
-def _scorer_version() -> str:
-    return f"lm_eval {package_version('lm_eval')}, task {TASK_NAME} {TASK_VERSION}"
-
-
-LM_EVAL_SCORER = Scorer(
-    name="lm-eval",
-    metrics=("exact_match,strict-match", "exact_match,flexible-extract"),
-    runs_code=False,
-    summary="lm-eval's task gsm8k: its two filters, then its exact_match",
-    version=_scorer_version,
-)
+LM_EVAL_SCORER = lm_eval_scorer(GSM8K_TASK, "lm-eval's task gsm8k: its two filters, then its exact_match")
 
 _EXTRACTION = (
     "Two extractors, reported side by side under lm-eval's names. strict-match: the first `#### N`. "
@@ -94,9 +99,10 @@ GSM8K = Benchmark(
     extraction=_EXTRACTION,
     postprocessing="none",
     scorers=(LM_EVAL_SCORER,),
-    scoring="dlmgrid.workers.benchmarks.lm_eval_task",
-    versions=lambda num_fewshot: f"lm-eval-gsm8k-{TASK_VERSION}/chat/{num_fewshot}-shot",
+    scoring=SCORING,
+    versions=lambda num_fewshot: f"lm-eval-gsm8k-{GSM8K_TASK.version}/chat/{num_fewshot}-shot",
     loader=_load_lm_eval,
+    files=(GSM8K_TEST, GSM8K_TRAIN),
 )
 
 GSM8K_QUESTION = Benchmark(
@@ -111,7 +117,8 @@ GSM8K_QUESTION = Benchmark(
     extraction=_EXTRACTION,
     postprocessing="none",
     scorers=(LM_EVAL_SCORER,),
-    scoring="dlmgrid.workers.benchmarks.lm_eval_task",
+    scoring=SCORING,
     versions=lambda num_fewshot: f"gsm8k-question-1/chat/{num_fewshot}-shot",
     loader=_load_question,
+    files=(GSM8K_TEST,),
 )

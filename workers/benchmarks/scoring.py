@@ -8,8 +8,8 @@ two commands score one folder at once the later rename wins, and the next call s
 
 A row's ``status``: ``scored`` (a wrong answer has value 0), ``timed_out`` (value 0, after a second try
 alone), ``errored`` (no value: the generation has an error, or its scorer failed), ``not_scored`` (no value:
-running generated code was not allowed). A row counts as done when it is ``scored`` or ``timed_out`` for the
-same text.
+running generated code was not allowed, or the benchmark has no scorer). A row counts as done when it is
+``scored`` or ``timed_out`` for the same text.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from dlmgrid.workers.benchmarks.verdict import (
     TIMED_OUT,
     verdict,
 )
+from dlmgrid.workers.cache import make_cache_folder
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import SCORES, read_table, to_table, write_table
 
 OPT_IN_VARIABLE = "HF_ALLOW_CODE_EVAL"
-CACHE_VARIABLE = "DLMGRID_CACHE"
 OPT_IN_REMEDY = f"pass --confirm-run-unsafe-code or set {OPT_IN_VARIABLE}=1 to run generated code"
 FLUSH_SECONDS = 15.0
 
@@ -169,6 +169,8 @@ class _Run:
                 if generation["error"] is not None or text is None:
                     cause = generation["error"] or "it has no text"
                     self._add(benchmark, scorer, key, "", ERRORED, f"generation: {cause}")
+                elif scorer.why_not_scored:
+                    self._add(benchmark, scorer, key, text, NOT_SCORED, scorer.why_not_scored)
                 elif all(_is_done(rows.get((key, metric)), text) for metric in scorer.metrics):
                     self._num_kept += len(scorer.metrics)
                 elif not self._runs(scorer):
@@ -222,7 +224,7 @@ class _Run:
         on_progress: Progress | None,
     ) -> None:
         """Score all jobs, then those that ran out of time once more, alone. Writes rows as they come."""
-        cache = _cache_folder() / "evalplus" if jobs else Path()
+        cache = make_cache_folder() / "evalplus" if jobs else Path()
         again: list[_Job] = []
         done = 0
 
@@ -295,13 +297,17 @@ class _Run:
                         statuses=dict(Counter(row["status"] for row in chosen)),
                     )
                 )
+        awaits_opt_in = {(b.name, s.name) for b, s in self._scorers if s.runs_code}
         return ScoreSummary(
             num_generations=num_generations,
             num_texts_scored=num_texts,
             num_added=self._num_added,
             num_kept=self._num_kept,
             num_failed=self._num_failed,
-            needs_opt_in=any(NOT_SCORED in metric.statuses for metric in metrics),
+            needs_opt_in=any(
+                metric.statuses.get(NOT_SCORED) and (metric.benchmark, metric.scorer) in awaits_opt_in
+                for metric in metrics
+            ),
             seconds=seconds,
             metrics=tuple(metrics),
         )
@@ -331,7 +337,7 @@ def _map(
                         return
                     module = job.benchmark.scoring
                     limit = import_module(module).wall_seconds(attempt)
-                    options = {"attempt": attempt, "cache": cache}
+                    options = {"attempt": attempt, "cache": cache, "benchmark": job.benchmark.name}
                     document = documents[job.benchmark.name, job.item_id]
                     replies.put((job, process.score(module, job.text, document, options, limit)))
         except BaseException as error:  # noqa: BLE001  raised again in the calling thread
@@ -373,17 +379,3 @@ def _is_done(row: dict[str, Any] | None, text: str) -> bool:
 
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-
-def _cache_folder() -> Path:
-    """Where expected outputs are kept: DLMGRID_CACHE, else the user's cache folder."""
-    given = os.environ.get(CACHE_VARIABLE)
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlmgrid"
-    folder = Path(given).expanduser().resolve() if given else default
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder} cannot be created ({error}); set {CACHE_VARIABLE} to a writable folder"
-        ) from error
-    return folder

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from dlmgrid.workers.cache import cache_folder
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.models.checkpoint import ModelConfig, read_config
 from dlmgrid.workers.models.shards import TensorEntry, read_entries
@@ -41,14 +42,6 @@ def weight_fingerprint(folder: Path | str) -> str:
     temporary.write_text(fingerprint + "\n", encoding="ascii")
     temporary.replace(record)
     return fingerprint
-
-
-def cache_folder() -> Path:
-    """Where this user's derived data lies; everything there may be deleted."""
-    if own := os.environ.get("DLMGRID_CACHE"):
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dlmgrid"
 
 
 def _compute(config: ModelConfig, entries: list[TensorEntry], tokenizer_files: list[Path]) -> str:

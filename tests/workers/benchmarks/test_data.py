@@ -12,8 +12,24 @@ from typing import Any
 
 import pytest
 
-from dlmgrid.workers.benchmarks.data import GSM8K_TEST, GSM8K_TRAIN, HUMANEVAL_PLUS, DataFile, load_rows
+from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
+from dlmgrid.workers.benchmarks.data import load_rows
+from dlmgrid.workers.benchmarks.data_file import DataFile
+from dlmgrid.workers.benchmarks.gsm8k import GSM8K_TEST, GSM8K_TRAIN
+from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL_PLUS
 from dlmgrid.workers.errors import InputError
+
+PUBLISHED = sorted(
+    {file.path: file for name in benchmark_names() for file in get_benchmark(name).files}.values(),
+    key=lambda file: file.path,
+)
+
+
+def write_as(path: Path, source: DataFile, rows: list[dict[str, Any]]) -> None:
+    """Write a compressed file in the layout of ``source``: a list, or lines."""
+    is_list = source.path.endswith(".json")
+    text = json.dumps(rows) if is_list else "\n".join(map(json.dumps, rows))
+    path.write_bytes(gzip.compress(text.encode(), 1))
 
 
 def test_reads_plain_and_compressed_files(data_folder: Path) -> None:
@@ -88,7 +104,7 @@ def test_bad_manifest(data_folder: Path, content: str) -> None:
         load_rows(GSM8K_TEST, data_folder)
 
 
-@pytest.mark.parametrize("source", [GSM8K_TEST, GSM8K_TRAIN, HUMANEVAL_PLUS], ids=lambda source: source.path)
+@pytest.mark.parametrize("source", PUBLISHED, ids=lambda source: source.path)
 def test_published_sets_are_recognised_whatever_their_format(
     source: DataFile, shared_data: Path, tmp_path: Path
 ) -> None:
@@ -96,12 +112,10 @@ def test_published_sets_are_recognised_whatever_their_format(
     assert len(rows) == source.num_rows
     path = tmp_path / "other" / f"{source.path}.gz"
     path.parent.mkdir(parents=True)
-    reordered = "\n".join(json.dumps(dict(reversed(row.items())), indent=None) for row in rows)
-    path.write_bytes(gzip.compress(reordered.encode(), 1))
+    write_as(path, source, [dict(reversed(row.items())) for row in rows])
     assert load_rows(source, tmp_path / "other") == rows
     name = source.columns[1]
-    edited = [{**rows[0], name: rows[0][name] + " "}, *rows[1:]]
-    path.write_bytes(gzip.compress("\n".join(map(json.dumps, edited)).encode(), 1))
+    write_as(path, source, [{**rows[0], name: "another"}, *rows[1:]])
     with pytest.raises(InputError, match="content differs from the published set"):
         load_rows(source, tmp_path / "other")
 
@@ -130,7 +144,9 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
     """In a fresh process: the offline flags are read when ``datasets`` is imported."""
     pytest.importorskip("datasets")
     program = (
-        "from dlmgrid.workers.benchmarks.data import GSM8K_TEST, HUMANEVAL_PLUS, load_rows\n"
+        "from dlmgrid.workers.benchmarks.data import load_rows\n"
+        "from dlmgrid.workers.benchmarks.gsm8k import GSM8K_TEST\n"
+        "from dlmgrid.workers.benchmarks.humaneval import HUMANEVAL_PLUS\n"
         "for source in (GSM8K_TEST, HUMANEVAL_PLUS):\n"
         "    try: load_rows(source)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
@@ -140,6 +156,7 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
         "HF_HOME": str(tmp_path),
         "XDG_CACHE_HOME": str(tmp_path),
         "PATH": "",
+        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
@@ -148,3 +165,22 @@ def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:
     assert hub.startswith("InputError openai/gsm8k main test e53f048856ff")
     assert release.startswith("InputError https://github.com/evalplus/")
     assert all("--data DIR" in line for line in (hub, release))
+
+
+ALPACA = get_benchmark("alpaca").files[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"dataset": "koala", "instruction": "?"}', "not a JSON list .*damaged or cut"),
+        ('{"dataset": "koala"}', "not a JSON list; expected DIR/alpaca/"),
+        ('[{"dataset": "koala"}]', "entry 1: no column instruction"),
+        ('[{"dataset": "koala", "instruction": "?"}]', "1 rows where the published set has 805"),
+    ],
+)
+def test_file_that_holds_one_list(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "alpaca").mkdir()
+    (tmp_path / ALPACA.path).write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_rows(ALPACA, tmp_path)

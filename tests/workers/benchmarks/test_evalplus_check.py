@@ -219,7 +219,8 @@ def test_prompt_is_evalplus_own_chat_prompt(data_folder: Path) -> None:
         def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
             return "<user>{}<assistant>{}".format(*(message["content"] for message in messages))
 
-    for item in get_benchmark("humaneval").load(data_folder):
+    mbpp = get_benchmark("mbpp").load(Path(__file__).resolve().parents[2] / "golden" / "data")
+    for item in [*get_benchmark("humaneval").load(data_folder), *mbpp]:
         prompt = item.document["prompt"].strip() + "\n"
         theirs = make_raw_chat_prompt(prompt, instruction, response, Template())
         assert item.messages is not None

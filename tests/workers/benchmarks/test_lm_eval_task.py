@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from dlmgrid.workers.benchmarks import lm_eval_task
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
-from dlmgrid.workers.benchmarks.data import GSM8K_TEST, GSM8K_TRAIN, load_rows
+from dlmgrid.workers.benchmarks.data import load_rows
+from dlmgrid.workers.benchmarks.gsm8k import GSM8K_TEST, GSM8K_TRAIN
+from dlmgrid.workers.benchmarks.lm_eval_catalog import GSM8K_TASK
 from dlmgrid.workers.errors import InputError
 
 pytest.importorskip("lm_eval")
 
-OPTIONS = {"attempt": "first"}
+OPTIONS = {"attempt": "first", "benchmark": "gsm8k"}
 STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
 
 
@@ -151,6 +154,9 @@ def test_replayed_generations_score_as_in_lm_evals_own_evaluator(data_folder: Pa
     assert 0 < sum(ours.values()) < len(ours)
 
 
-def test_other_version_of_the_task_is_refused() -> None:
+def test_other_version_of_the_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(GSM8K_TASK, version="2.0")
+    monkeypatch.setitem(lm_eval_task.TASKS, "gsm8k", other)
+    lm_eval_task._build.cache_clear()
     with pytest.raises(InputError, match=r"task gsm8k is version 3.0, this release scores with 2.0"):
-        lm_eval_task.build_task("gsm8k", "2.0", ("question", "answer"))
+        lm_eval_task.build_task(other)

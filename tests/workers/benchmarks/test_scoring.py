@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dlmgrid.workers.benchmarks import catalog, gsm8k
+from dlmgrid.workers.benchmarks import catalog, lm_eval_catalog
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring import score_run
@@ -271,7 +271,7 @@ def test_missing_scoring_package_is_named(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = make_run({"gsm8k": gsm8k_items}, [generation("gsm8k", "gsm8k/0", "?")])
-    monkeypatch.setattr(gsm8k, "package_version", _missing)
+    monkeypatch.setattr(lm_eval_catalog, "package_version", _missing)
     with pytest.raises(InputError, match="pip install"):
         score_run(out)
 
