@@ -124,7 +124,7 @@ class DlmgridLM(LM):
         self._device_name = device or "cpu"
         if self._device_name.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(f"device {self._device_name}: torch finds no GPU here; pass --device cpu")
-        values: dict[str, Any] = {
+        self._values: dict[str, Any] = {
             "name": ORIGIN,
             "models": [
                 {
@@ -148,7 +148,7 @@ class DlmgridLM(LM):
             "resources": {"device": self._device_name.partition(":")[0]},
         }
         sources = installed_sources()
-        self._grid = parse_grid(yaml.safe_dump(values), "model_args")
+        self._grid = parse_grid(yaml.safe_dump(self._values), "model_args")
         check_methods(self._grid, sources)
         (self._model,) = find_models(self._grid, sources)
         self._fingerprint = weight_fingerprint(self._model.folder)
@@ -173,6 +173,7 @@ class DlmgridLM(LM):
         batches = make_batches(requests, [sampling for sampling, _ in parsed])
         for batch in batches:
             self._check_fit(batch)
+            self._cells(batch)  # refuses a temperature that no grid may have
         answers: dict[int, dict[str, Any]] = {}
         for batch in batches:
             for index, row in zip(batch.indices, self._decode(batch), strict=True):
@@ -289,7 +290,9 @@ class DlmgridLM(LM):
 
     def _cells(self, batch: Batch) -> list[Cell]:
         """The draft-free cell of a batch and, unless it is the same, the cell asked for."""
-        return request_cells(self._grid, self._model, self._fingerprint, batch)
+        at_temperature = self._values | {"temperatures": [batch.sampling.temperature]}
+        grid = parse_grid(yaml.safe_dump(at_temperature), "gen_kwargs")
+        return request_cells(grid, self._model, self._fingerprint, batch)
 
     def _decode(self, batch: Batch) -> list[dict[str, Any]]:
         """The rows of a batch in the order of its keys, with verdicts where they are wanted."""
@@ -330,8 +333,7 @@ def request_cells(grid: Grid, model: Model, fingerprint: str, batch: Batch) -> l
         gen_length=batch.sampling.gen_length,
         items=tuple(batch.items.values()),
     )
-    at_temperature = grid.model_copy(update={"temperatures": [batch.sampling.temperature]})
-    works = make_cells(at_temperature, [model], [asked], {str(model.folder): fingerprint}, Path())
+    works = make_cells(grid, [model], [asked], {str(model.folder): fingerprint}, Path())
     return [work.cell for work in works]
 
 

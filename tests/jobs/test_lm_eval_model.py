@@ -193,6 +193,7 @@ def test_likelihoods_are_refused(model: DlmgridLM, kind: str) -> None:
         ({"top_k": 5}, "--gen_kwargs top_k=0"),
         ({"guidance": 2}, "generation setting 'guidance' is not known"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        ({"do_sample": True, "temperature": -1.0}, r"gen_kwargs: temperatures\[0\]: .* -1.0"),
         ({"max_gen_toks": 10**6}, "the model has"),
     ],
 )
