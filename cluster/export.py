@@ -13,6 +13,7 @@ from typing import Any
 from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.report import load_generations, load_scores
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
+from dlmgrid.workers.benchmarks.lm_eval_catalog import SCORER_NAME, TASKS
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.exchange import evalplus_samples, lm_eval_samples
@@ -20,7 +21,7 @@ from dlmgrid.workers.exchange.lm_eval_samples import Answered
 from dlmgrid.workers.items import Item, read_items
 
 FORMATS: dict[str, Mapping[str, Any]] = {
-    "lm-eval": lm_eval_samples.TASKS,
+    "lm-eval": TASKS,
     "evalplus": evalplus_samples.DATASETS,
 }
 _COLUMNS = (
@@ -189,7 +190,7 @@ def _export_lm_eval(cell: CellAnswers, to: Path, values: _Values) -> ExportedFil
     rows = lm_eval_samples.sample_rows(
         task, answered, gen_length=first["gen_length"], temperature=first["temperature"]
     )
-    path = to / f"samples_{lm_eval_samples.TASKS[benchmark][0]}_{cell.name}.jsonl"
+    path = to / f"samples_{TASKS[benchmark].name}_{cell.name}.jsonl"
     _write(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return ExportedFile(
         path=path,
@@ -200,12 +201,17 @@ def _export_lm_eval(cell: CellAnswers, to: Path, values: _Values) -> ExportedFil
 
 
 def _metric_values(run_dir: Path) -> dict[tuple[str, str, int], dict[tuple[str, str], float]]:
-    """Scores of lm-eval's tasks by key, each by metric and filter; the last scorer version wins."""
+    """Scores of lm-eval's tasks by key, each by metric and filter; the last scorer version wins.
+
+    A ``…_share`` is left out: it is ours, where lm-eval has a list of one truth value for each instruction.
+    """
     found: dict[tuple[str, str, int], dict[tuple[str, str], float]] = defaultdict(dict)
-    rows = [row for row in load_scores(run_dir).to_pylist() if row["scorer"] == "lm-eval"]
+    rows = [row for row in load_scores(run_dir).to_pylist() if row["scorer"] == SCORER_NAME]
     for row in sorted(rows, key=lambda row: (row["scored_at"] is not None, row["scored_at"])):
         if row["value"] is not None:
             metric, _, filter_name = row["metric"].partition(",")
+            if metric.endswith("_share"):
+                continue
             found[row["cell_key"], row["item_id"], row["repeat"]][metric, filter_name] = row["value"]
     return found
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +27,13 @@ from lm_eval.evaluator import evaluate
 from dlmgrid.cluster.export import CellAnswers, export_run, read_cells
 from dlmgrid.cluster.report import load_scores
 from dlmgrid.workers.benchmarks.evalplus_check import MIN_TIME_LIMIT_SECONDS
+from dlmgrid.workers.benchmarks.lm_eval_catalog import SCORER_NAME, TASKS
 from dlmgrid.workers.benchmarks.lm_eval_task import cut_at_stop_strings
 from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.benchmarks.verdict import ALONE
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.exchange.evalplus_samples import DATASETS, PROBLEM_VARIABLES, evaluate_words
-from dlmgrid.workers.exchange.lm_eval_samples import TASKS, load_task, stop_strings
+from dlmgrid.workers.exchange.lm_eval_samples import load_task, stop_strings
 
 # EvalPlus' own bound on one program's two sets of tests, and on starting and on the reference solutions.
 SECONDS_PER_PROGRAM = 150
@@ -106,12 +108,12 @@ def compare_run(run_dir: Path, *, confirm_run_unsafe_code: bool = False, workers
         raise InputError("the run has answers that are code; pass --confirm-run-unsafe-code to run them")
     score_run(run_dir, benchmarks=names, confirm_run_unsafe_code=confirm_run_unsafe_code, workers=workers)
     theirs: dict[str, dict[ValueKey, float]] = {
-        "lm-eval": {},
+        SCORER_NAME: {},
         "evalplus": evalplus_values(run_dir, cells, workers),
     }
     for cell in cells:
         if cell.first["benchmark"] in TASKS:
-            theirs["lm-eval"] |= lm_eval_values(cell)
+            theirs[SCORER_NAME] |= lm_eval_values(cell)
     differences: list[Difference] = []
     num_compared = 0
     for scorer, values in theirs.items():
@@ -144,14 +146,28 @@ def lm_eval_values(cell: CellAnswers) -> dict[ValueKey, float]:
         task = load_task(benchmark, [cell.items[item_id].document for item_id in item_ids])
         model = ReplayLM([cell.texts[item_id][repeat] for item_id in item_ids])
         name = task.config.task
+        task.process_results = _reseeded(task.process_results)
         results = evaluate(
             lm=model, task_dict={"tasks": {name: task}, "groups": {}}, bootstrap_iters=0, log_samples=True
         )
         for sample in results["samples"][name]:
             for metric in sample["metrics"]:
-                key = (cell_key, item_ids[sample["doc_id"]], repeat, f"{metric},{sample['filter']}")
-                values[key] = float(sample[metric])
+                value, label = sample[metric], metric
+                if isinstance(value, list):  # IFEval's truth values, one an instruction; ours is their share
+                    value, label = sum(value) / len(value), f"{metric.removesuffix('_acc')}_share"
+                key = (cell_key, item_ids[sample["doc_id"]], repeat, f"{label},{sample['filter']}")
+                values[key] = float(value)
     return values
+
+
+def _reseeded(process_results: Callable[..., Any]) -> Callable[..., Any]:
+    """IFEval's checker draws what a document leaves open: as in our scorer, the same for each answer."""
+
+    def process(document: Any, results: Any) -> Any:
+        random.seed(0)
+        return process_results(document, results)
+
+    return process
 
 
 def evalplus_values(run_dir: Path, cells: Sequence[CellAnswers], workers: int) -> dict[ValueKey, float]:

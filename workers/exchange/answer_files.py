@@ -139,7 +139,10 @@ def _lm_eval(place: str, row: Mapping[str, Any], items: _Items, by_id: Mapping[s
         raise InputError(f"{place}: no item has doc_id {number!r}; the benchmark has 0 to {len(items) - 1}")
     item = items[number]
     shared = document.keys() & item.document.keys() if isinstance(document, dict) else set()
-    if not shared or any(document[name] != item.document[name] for name in shared):  # type: ignore[index]
+    if not shared or any(
+        _without_nulls(document[name]) != _without_nulls(item.document[name])  # type: ignore[index]
+        for name in shared
+    ):
         raise InputError(
             f"{place}: doc {number} is another document than {item.item_id}; name the benchmark and data that "
             "the answers belong to"
@@ -149,6 +152,13 @@ def _lm_eval(place: str, row: Mapping[str, Any], items: _Items, by_id: Mapping[s
             f"{place}: resps is not a list that holds one list of texts; was this a generation task?"
         )
     return item.item_id, answers[0], None
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the empty fields that a table of documents fills in for each other's columns."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _known(place: str, item_id: Any, by_id: Mapping[str, Item]) -> Item:

@@ -22,8 +22,10 @@ from dlmgrid.workers.errors import InputError
 DATASETS = {
     "humaneval": ("humaneval", True),
     "humaneval_plus": ("humaneval", False),
+    "mbpp": ("mbpp", True),
+    "mbpp_plus": ("mbpp", False),
 }
-PROBLEM_VARIABLES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH"}
+PROBLEM_VARIABLES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

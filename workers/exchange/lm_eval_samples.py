@@ -13,15 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.workers.benchmarks.lm_eval_task import cut_at_stop_strings
+from dlmgrid.workers.benchmarks.lm_eval_catalog import TASKS
+from dlmgrid.workers.benchmarks.lm_eval_task import build_task, cut_at_stop_strings, prepared
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
-
-# Our benchmarks that are scored by a task of lm-eval: its name, and its file among the packaged tasks.
-TASKS = {
-    "gsm8k": ("gsm8k", "gsm8k/gsm8k.yaml"),
-    "gsm8k_question": ("gsm8k", "gsm8k/gsm8k.yaml"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +35,19 @@ class Answered:
 def load_task(benchmark: str, documents: Sequence[dict[str, Any]]) -> Any:
     """lm-eval's task behind ``benchmark`` with ``documents`` as its test split, without few-shot examples.
 
-    Raises InputError for a benchmark that lm-eval does not score, and where lm-eval is missing.
+    Raises InputError for a benchmark that lm-eval does not score, and where lm-eval is missing or of another
+    version.
     """
     if benchmark not in TASKS:
         raise InputError(f"benchmark {benchmark!r} is no task of lm-eval; those that are: {', '.join(TASKS)}")
-    try:
-        import datasets
-        import lm_eval
-        from lm_eval.api.task import ConfigurableTask
-        from lm_eval.tasks._yaml_loader import load_yaml
-    except ImportError as error:
-        raise InputError(
-            f"the task of lm-eval cannot be built: {error.name} is missing: pip install 'lm-eval[math,ifeval]'"
-        ) from error
-    _, file_name = TASKS[benchmark]
-    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / file_name)
+    shipped = TASKS[benchmark]
+    build_task(shipped)  # checks that lm-eval is there and its version of the task, and readies what it needs
+    import datasets
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / shipped.folder / f"{shipped.name}.yaml")
     splits = {config.get(name) for name in ("test_split", "validation_split")} - {None}
     examples = {config.get(name) for name in ("training_split", "fewshot_split")} - {None} - splits
 
@@ -90,7 +83,7 @@ def sample_rows(
     instances = [
         Instance(
             "generate_until",
-            one.item.document,
+            prepared(task, one.item.document),
             (prompt_text(one.item), settings),
             0,
             metadata=(task.config.task, one.doc_id, len(one.texts)),
@@ -112,13 +105,13 @@ def sample_rows(
 def _row(task: Any, one: Answered, instance: Any, filter_name: str) -> dict[str, Any]:
     from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list
 
-    target = task.doc_to_target(one.item.document)
-    document = json.dumps(one.item.document, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    target = task.doc_to_target(instance.doc)
+    document = json.dumps(instance.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
     prompt, settings = instance.arguments
     values = {metric: value for (metric, name), value in one.values.items() if name == filter_name}
     return {
         "doc_id": one.doc_id,
-        "doc": one.item.document,
+        "doc": instance.doc,
         "target": str(target),
         "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": settings}},
         "resps": sanitize_list([instance.resps]),
