@@ -99,7 +99,7 @@ def test_each_tampering_is_named(tmp_path: Path, changes: dict[str, Any], expect
 
 def test_draft_free_row_without_a_verdict_and_one_with_an_error_beside_it_are_faults(tmp_path: Path) -> None:
     none = dict.fromkeys(("exact_tokens", "exact_path", "exact_bits"))
-    rows = [make_row(REFERENCE, "a", TOKENS, **none), make_row(REFERENCE, "b", TOKENS, error="late")]
+    rows = [make_row(REFERENCE, "a", TOKENS) | none, make_row(REFERENCE, "b", TOKENS, error="late")]
     assert _faults(write_run(tmp_path, rows)) == [
         "the serialized run has no verdict against its second run",
         "an error is stored beside a verdict: late",
