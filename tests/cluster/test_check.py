@@ -42,7 +42,10 @@ def test_fused_rows_are_held_against_the_serialized_run_whatever_their_method(
 ) -> None:
     cell = small_cell(method=method, budget=0 if method == "none" else 4, fused_commit=True)
     reference = make_row(REFERENCE, "a", TOKENS)
-    fused = {"nfe_commit": 1, "nfe_total": reference["nfe_total"] - 1}  # the last block's own commit pass is left
+    fused = {
+        "nfe_commit": 1,
+        "nfe_total": reference["nfe_total"] - 1,
+    }  # the last block's own commit pass is left
     equal = make_row(cell, "a", TOKENS, reference=reference) | fused
     run = write_run(tmp_path / "equal", [reference, equal])
     assert _faults(run) == []
