@@ -15,8 +15,8 @@ from dlmgrid.cluster.report import build_report, load_generations
 from dlmgrid.cluster.store import load
 from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
 from dlmgrid.workers.testing.answered_run import GSM8K_DOCUMENTS, write_data
+from dlmgrid.workers.testing.stored_rows import commit_rows
 
 
 @pytest.fixture
@@ -86,15 +86,15 @@ def test_score_report_and_check_take_the_folder(tmp_path: Path, data: Path) -> N
     assert stored.faulty == []
     assert stored.missing == []
     assert [check.notes for check in stored.checks] == [("unchecked: the text was made elsewhere",)] * 6
-    assert check_files(out) == []
+    files = check_files(out)
+    assert (files.faults, files.inputs_faults) == ([], [])
 
 
 def test_a_verdict_on_an_imported_text_is_a_fault(tmp_path: Path, data: Path) -> None:
     take_in(write_answers(tmp_path / "rival.jsonl", number=1), data)
-    (path,) = (tmp_path / "out/generations").iterdir()
     (row,) = load_generations(tmp_path / "out").to_pylist()
-    write_table(str(path), to_table(GENERATIONS, [row | {"exact_tokens": True}]))
-    (check,) = check_stored(tmp_path / "out").faulty
+    commit_rows(tmp_path / "forged", [row | {"exact_tokens": True}])
+    (check,) = check_stored(tmp_path / "forged").faulty
     assert check.faults == ("a verdict is stored for an imported text",)
 
 

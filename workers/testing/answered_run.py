@@ -9,9 +9,8 @@ from typing import Any
 
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.cell import Cell, digest
-from dlmgrid.workers.items import write_items
 from dlmgrid.workers.rows import Provenance, blank_row
-from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
+from dlmgrid.workers.testing.stored_rows import commit_items, commit_rows
 from dlmgrid.workers.units import Key
 
 NUM_QUESTIONS = 30
@@ -81,7 +80,7 @@ def store_answers(
     for name in ("generations", "inputs", "staging"):
         (out / name).mkdir(parents=True, exist_ok=True)
     form = digest([benchmark, cell.prompt_version, 0])[:12]
-    write_items(out / "inputs" / f"{benchmark}-{form}.jsonl", known.load(data, None, 0))
+    commit_items(out, f"{benchmark}-{form}.jsonl", known.load(data, None, 0))
     provenance = Provenance(
         run_id="testing", actor="", attempt=1, device="cpu", runtime_fingerprint="testing"
     )
@@ -94,5 +93,5 @@ def store_answers(
         for item_id, repeats in texts.items()
         for repeat, text in enumerate(repeats)
     ]
-    write_table(str(out / "generations" / f"{cell.cell_key}.parquet"), to_table(GENERATIONS, rows))
+    commit_rows(out, rows)
     return cell

@@ -116,7 +116,9 @@ def _generation(benchmark: str, item_id: str, text: str | None, **columns: Any) 
         if field.nullable:
             row[field.name] = None
         else:
-            row[field.name] = {pa.string(): "", pa.int32(): 0, pa.float64(): 0.0}[field.type]
+            row[field.name] = {pa.string(): "", pa.int32(): 0, pa.float64(): 0.0, pa.bool_(): False}[
+                field.type
+            ]
     return {**row, "cell_key": "cell", "benchmark": benchmark, "item_id": item_id, "text": text, **columns}
 
 
