@@ -63,7 +63,7 @@ def connect(address: str | None) -> Connection:
         return Connection(
             is_own=_is_own(), opened=False, address=context.gcs_address, job_id=context.get_job_id()
         )
-    # A Ray started here gives its workers a low priority (nice 15) unless told otherwise, and a busy machine then starves
+    # A Ray started here gives its workers a low priority (nice 15) unless told otherwise: a busy machine then starves
     # the very processes that do the work. On a cluster that others started, their setting stands.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
