@@ -147,7 +147,11 @@ def test_faults_that_stay_cost_only_their_items(
     assert unverified["exact_tokens"] is None
     assert unverified["token_ids"] is not None
     outcomes = [row["outcome"] for row in attempts(out)]
-    assert (outcomes.count("died"), outcomes.count("quarantined"), outcomes.count("input")) == (1, 1, 1)
+    assert (outcomes.count("quarantined"), outcomes.count("input")) == (1, 1)
+    assert outcomes.count("died") in (
+        1,
+        2,
+    )  # the call behind the crash is told apart only where Ray says so in time
     assert (run_record(out)["status"], run_record(out)["exit_code"]) == ("failed", 1)
     assert run(grid, out, data) is ExitCode.ROWS_FAILED
     assert stored_rows(out) == rows
@@ -175,7 +179,7 @@ def test_a_second_driver_another_grid_changed_data_and_impossible_actors_are_ref
         run(write_grid(temperatures=[0], resources={"cpus_per_actor": 64}), out)
     assert (run_record(out)["status"], run_record(out)["exit_code"]) == ("error", 2)
     with pytest.raises(InputError, match="1 GPU an actor; the cluster has 2 CPU, 0 GPU"):
-        run(write_grid(temperatures=[0], resources={"device": "cuda"}), out)
+        run(write_grid(temperatures=[0], numerics="fast", resources={"device": "cuda"}), tmp_path / "gpu")
     assert stored_rows(out) == rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlmgrid.cluster import recompute
+from dlmgrid.cluster import recompute, worker_process
 from dlmgrid.cluster.cells import Questions
 from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.grid import BenchmarkEntry
@@ -49,7 +49,7 @@ def _decode_as_stored(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[l
         write_table(target, to_table(GENERATIONS, [row | changes for row in reversed(rows)]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(recompute.subprocess, "run", run)
+    monkeypatch.setattr(worker_process.subprocess, "run", run)
     return commands
 
 
@@ -70,6 +70,7 @@ def test_exact_run_exits_with_0_and_writes_every_check(
         "--checkpoint", str(run_dir / "model"),
         "--inputs", str(run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)),
         "--device", "cpu",
+        "--drafters", str(run_dir / "drafters"),
     ]  # fmt: skip
     printed = capsys.readouterr().out
     assert "stored rows: 4, compared 2: 2/2 tokens 2/2 path 2/2 bits equal" in printed
@@ -238,6 +239,6 @@ def test_decoding_process_that_fails_is_never_taken_for_agreement(
     text: str,
 ) -> None:
     result = subprocess.CompletedProcess[str]([], status, "", stderr)
-    monkeypatch.setattr(recompute.subprocess, "run", lambda *_, **__: result)
+    monkeypatch.setattr(worker_process.subprocess, "run", lambda *_, **__: result)
     with pytest.raises(error, match=text):
         command(run_dir)

@@ -28,7 +28,8 @@ def out(tmp_path: Path) -> Path:
     messages = [{"role": "user", "content": document["question"]}]
     commit_items(tmp_path, "gsm8k-00.jsonl", [Item(item_id="a", messages=messages, document=document)])
     row = {
-        field.name: None if field.nullable else {pa.string(): ""}.get(field.type, 0) for field in GENERATIONS
+        field.name: None if field.nullable else {pa.string(): "", pa.bool_(): False}.get(field.type, 0)
+        for field in GENERATIONS
     }
     row |= {"benchmark": "gsm8k", "item_id": "a", "text": "So 1 + 1 = 2.\n#### 2"}
     commit_rows(tmp_path, [row])
