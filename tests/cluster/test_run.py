@@ -151,7 +151,7 @@ def test_faults_that_stay_cost_only_their_items(
     assert outcomes.count("died") in (
         1,
         2,
-    )  # the call behind the crash is told apart only where Ray says so in time
+    )  # 2 was seen once on a loaded machine; cause not found
     assert (run_record(out)["status"], run_record(out)["exit_code"]) == ("failed", 1)
     assert run(grid, out, data) is ExitCode.ROWS_FAILED
     assert stored_rows(out) == rows
