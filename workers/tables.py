@@ -63,6 +63,8 @@ GENERATIONS = _schema(
         _column("threshold", pa.float64()),
         _column("comparison", pa.string()),
         _column("factor", pa.float64()),
+        _key("confidence", pa.string()),
+        _key("sub_block_length", pa.int32()),
         _key("fused_commit", pa.bool_()),
         _column("gamma", pa.float64()),
         _column("fold_tau", pa.float64()),

@@ -72,6 +72,7 @@ class DecodeSettings:
     """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``.
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
+    ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row.
     """
 
     block_length: int
@@ -84,6 +85,7 @@ class DecodeSettings:
     verification: str = "coupled"
     stop: str = "eos"
     fused_commit: bool = False
+    shifted: bool = False
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -285,6 +287,8 @@ class Decoder:
         )
         verified = self._clock()
         if tree is not None:
+            if self.settings.shifted:
+                hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
             self._walk(denoising, tree, hidden, first_segments)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.confidence import confidence_of
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
@@ -142,10 +143,14 @@ def walk(
         drawn = choose(logits, transition.temperature, gumbel)
         if not bool(torch.isfinite(drawn.probabilities).all()):
             raise FloatingPointError("the model's logits are not finite at a state of this item")
-        step = _step(transition.rule, states, drawn, row_of, position)
+        confidence = confidence_of(transition.rule.confidence, logits, transition.temperature, drawn)
+        step = _step(transition.rule, states, drawn, confidence, row_of, position)
         if transition.accepts_argmax and gumbel is not None:
             unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
-            argmax = _step(transition.rule, states, unperturbed, row_of, position)
+            confidence = confidence_of(
+                transition.rule.confidence, logits, transition.temperature, unperturbed
+            )
+            argmax = _step(transition.rule, states, unperturbed, confidence, row_of, position)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
@@ -195,10 +200,15 @@ def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
     )
 
 
-def _step(rule: CommitRule, states: Tensor, choice: Choice, row_of: Tensor, position: Tensor) -> _Step:
-    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
-    confidence = torch.full(states.shape, -1.0, device=states.device)
-    confidence[row_of, position] = choice.probabilities
+def _step(
+    rule: CommitRule, states: Tensor, choice: Choice, of_rows: Tensor, row_of: Tensor, position: Tensor
+) -> _Step:
+    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L].
+
+    ``of_rows`` fp32 [R] are the confidences of the R rows.
+    """
+    confidence = torch.full(states.shape, -torch.inf, device=states.device)
+    confidence[row_of, position] = of_rows
     tokens = states.clone()
     tokens[row_of, position] = choice.tokens.to(torch.int32)
     masked = states == MASKED

@@ -20,8 +20,10 @@ from dlmgrid.kernels.rotary import rotary_tables
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
 from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
-from dlmgrid.workers.models.checkpoint import KEY_TILE, ModelConfig, check_checkpoint
-from dlmgrid.workers.models.sdar import PassInputs, SdarWeights, load_weights, run_layers
+from dlmgrid.workers.models.checkpoint import check_checkpoint
+from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
+from dlmgrid.workers.models.layers import PassInputs, run_layers
+from dlmgrid.workers.models.weights import ModelWeights, load_weights
 
 NUMERICS = ("exact", "fast")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,7 +41,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        weights: SdarWeights,
+        weights: ModelWeights,
         *,
         num_slots: int,
         max_length: int,
@@ -168,7 +170,7 @@ class Engine:
         rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, self.dtype)
         check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
 
-    def _forward_rows(self, rows: Tensor, weights: SdarWeights) -> Tensor:
+    def _forward_rows(self, rows: Tensor, weights: ModelWeights) -> Tensor:
         """Blocks at position 0 that store nothing, through ``weights``: [rows, H]."""
         tokens = rows.view(-1, self.block_length)
         num = len(tokens)
@@ -181,7 +183,7 @@ class Engine:
         slots: Sequence[int],
         starts: Sequence[int],
         store: Sequence[bool],
-        weights: SdarWeights,
+        weights: ModelWeights,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
         num, length = tokens.shape
