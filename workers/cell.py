@@ -21,6 +21,9 @@ DEFAULT_COMPARISON = "sdar"
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
 
+EXACT_CACHES = ("block", "causal")
+"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -112,7 +115,9 @@ class Cell:
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
-        approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
+        approximate = (
+            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache not in EXACT_CACHES
+        )
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"
         return "law" if cell.verification == "uncoupled" else "exact"

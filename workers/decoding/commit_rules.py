@@ -158,7 +158,8 @@ def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
     return replace(rule, select=select, max_commits=bound, sub_block_length=length)
 
 
-RULES = ("static", "threshold", "factor", "sequential")
+RULES = ("static", "threshold", "factor", "sequential", "causal")
+"""``causal`` is the rule of an autoregressive run: the leftmost position, in a pass that sees its block causally."""
 
 
 def build_rule(cell: Cell) -> CommitRule:
@@ -174,6 +175,8 @@ def build_rule(cell: Cell) -> CommitRule:
 
 
 def _base_rule(cell: Cell) -> CommitRule:
+    if cell.decoder == "causal":
+        return replace(sequential(1), name="causal")
     if cell.decoder == "sequential":
         return sequential(cell.commits_per_step)
     if cell.decoder == "static":

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.models import sdar
+from dlmgrid.workers.models import fast_dllm_v2, llada2, nemotron, sdar
 from dlmgrid.workers.models.family import Family, KnownModel
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (sdar.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (sdar.FAMILY, llada2.FAMILY, fast_dllm_v2.FAMILY, nemotron.FAMILY)
+}
 """Families by name."""
 
 
