@@ -28,7 +28,8 @@ class Cell:
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
     the ``threshold`` decoder, ``factor`` to ``factor``, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
-    with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
+    with the next block's first pass: fewer forwards, the same tokens. ``window`` lets drafts leave their
+    block: ``cross_block``, ``refresh``, ``full`` for both, "" for neither. ``drafter_fingerprint`` identifies a learned
     or calibrated part ("" if none).
     """
 
@@ -52,6 +53,7 @@ class Cell:
     comparison: str | None = None
     factor: float | None = None
     fused_commit: bool = False
+    window: str = ""
     gamma: float | None = None
     fold_tau: float | None = None
     product_tau: float | None = None
@@ -81,6 +83,7 @@ class Cell:
                 verification="coupled",
                 fold_tau=None,
                 product_tau=None,
+                window="",
             )
         if cell.decoder == "threshold" and cell.comparison is None:
             cell = replace(cell, comparison=DEFAULT_COMPARISON)

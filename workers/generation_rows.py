@@ -58,6 +58,7 @@ def generation_row(
         rounds=generation.nfe_denoise,
         accepted=generation.accepted,
         accepted_per_round=sum(generation.accepted) / len(generation.accepted),
+        argmax_commits=generation.argmax_commits,
         drafted_nodes=generation.drafted_nodes,
         rows_computed=generation.rows_computed,
         profiled=profiled,
