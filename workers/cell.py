@@ -93,7 +93,7 @@ class Cell:
 
     def reference(self) -> Cell:
         """The draft-free cell whose rows this cell's rows are compared with; its passes are never fused."""
-        return replace(self, method="none", budget=0, fused_commit=False).canonical()
+        return replace(self, method="none", budget=0, fused_commit=False, window="").canonical()
 
     @property
     def is_reference(self) -> bool:
@@ -102,15 +102,15 @@ class Cell:
 
     @property
     def claim(self) -> str:
-        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``;
-        ``imported`` where the text was made elsewhere."""
+        """What a row of this cell promises: ``exact`` or ``approximate``; ``imported`` where the text was made
+        elsewhere. Uncoupled rows are exact too: only the drafter's noise differs, the target draws its own."""
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
         approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"
-        return "law" if cell.verification == "uncoupled" else "exact"
+        return "exact"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -283,6 +283,9 @@ REPLAYS = _schema(
         _key("item_id", pa.string()),
         _key("repeat", pa.int32()),
         _key("recorded_cell_key", pa.string()),
+        # of the draft trees, means over rounds: steps to the deepest node, nodes of the fullest depth
+        _key("depth_per_round", pa.float64()),
+        _key("width_per_round", pa.float64()),
         _key("prompt_tokens", pa.int32()),
         _key("nfe_prefill", pa.int32()),
         _key("nfe_denoise", pa.int32()),
