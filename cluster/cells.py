@@ -76,10 +76,18 @@ def naming(place: str) -> Iterator[None]:
 
 
 def check_methods(grid: Grid, sources: Sources) -> None:
-    """Raises InputError for a method that does not exist, not in a live run, or with other parameters than it takes."""
+    """Raises InputError for a method that does not exist, not in a live run, with other parameters than it takes, or
+    under a decoder that it does not draft for."""
     for index, method in enumerate(grid.methods):
         with naming(f"methods[{index}]"):
             _check_method(method, sources)
+            for decoder in grid.decoder:
+                drafts_for = sources.methods[method.name].decoders
+                if decoder.name not in drafts_for:
+                    raise InputError(
+                        f"method {method.name!r} does not draft for the decoder {decoder.name}; it does for "
+                        f"{' and '.join(drafts_for)}"
+                    )
 
 
 def _check_method(method: MethodEntry, sources: Sources) -> None:
@@ -91,7 +99,7 @@ def _check_method(method: MethodEntry, sources: Sources) -> None:
         known = list(sources.methods)
         raise InputError(f"method {method.name!r} does not exist; {nearest_name(method.name, known)}")
     takes = sources.methods[method.name].parameters
-    for name in ("checkpoint", "graph", "gamma"):
+    for name in ("checkpoint", "graph", "gamma", "product_tau"):
         is_given = getattr(method, name) is not None
         if is_given and name not in takes:
             raise InputError(f"method {method.name!r} takes no {name}; remove it")
@@ -151,6 +159,13 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
                 f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its block "
                 f"of {block_length} tokens; lower it"
             )
+        if getattr(shape, "seeds_next_block", False):
+            for name in ("fused_commit", "window"):
+                if getattr(decoder, name):
+                    raise InputError(
+                        f"model {entry.path!r}: its commit pass gives the first token of the next block, so a block "
+                        f"cannot begin before it; remove {name}"
+                    )
     return Model(entry=entry, folder=folder, shape=shape)
 
 
@@ -292,6 +307,7 @@ def _cells(
                     num_fewshot=asked.entry.num_fewshot,
                     method=method.name,
                     gamma=method.gamma,
+                    product_tau=method.product_tau,
                     budget=budget,
                     temperature=float(temperature),
                     verification=grid.verification,
@@ -303,6 +319,7 @@ def _cells(
                     comparison=decoder.comparison,
                     factor=decoder.factor,
                     fused_commit=decoder.fused_commit,
+                    window=decoder.window or "",
                     block_length=model.entry.block_length or model.shape.block_length,
                     gen_length=asked.gen_length,
                     stop=grid.stop,

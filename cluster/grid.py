@@ -8,7 +8,8 @@ one.
     methods: [none, ssd, {name: confidence_tree, budgets: [8]}, {name: spot, checkpoint: order.safetensors}]
     budgets: [6, 12]
 
-``resources`` says where to run and never enters a cell key; every other key does, or chooses what is run.
+``resources`` says where to run and never enters a cell key, nor does ``record``, what ``dlmgrid record`` keeps beyond
+the steps; every other key does, or chooses what is run.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class BenchmarkEntry(_Entry):
 class MethodEntry(_Entry):
     """A drafting method; its own ``budgets`` replace the grid's.
 
-    ``checkpoint`` is an order model and ``graph`` a draft graph, or several of which each cell takes the one that was
-    calibrated for it; ``gamma`` is SPOT-γ's floor on mass. Which of them a method takes is in the method catalog.
+    ``checkpoint`` is an order or set model and ``graph`` a draft graph, or several of which each cell takes the one
+    that was calibrated for it; ``gamma`` is SPOT-γ's floor on mass, ``product_tau`` that of product max-commit. Which
+    of them a method takes is in the method catalog.
     """
 
     name: Name
@@ -105,6 +107,7 @@ class MethodEntry(_Entry):
     checkpoint: Name | None = None
     graph: Annotated[list[Name], Field(min_length=1)] | None = None
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    product_tau: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @field_validator("graph", mode="before")
     @classmethod
@@ -118,7 +121,8 @@ class DecoderEntry(_Entry):
 
     ``comparison`` names whose threshold comparison is meant: ``sdar`` c > τ (the default), ``fast_dllm`` c ≥ τ,
     ``dinfer`` c ≥ min(τ, max c - 1e-5). ``fused_commit`` makes a block's commit pass and the next block's first
-    pass one.
+    pass one. ``window`` lets drafts enter the next block (``cross_block``), drafts a block's first round
+    (``refresh``), or both (``full``).
     """
 
     name: Literal["static", "threshold", "factor"]
@@ -127,6 +131,7 @@ class DecoderEntry(_Entry):
     comparison: Literal["sdar", "fast_dllm", "dinfer"] | None = None
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     fused_commit: bool = False
+    window: Literal["cross_block", "refresh", "full"] | None = None
 
     @field_validator("comparison", mode="before")
     @classmethod
@@ -204,6 +209,7 @@ class Grid(_Entry):
     gen_length: Count | None = None
     limit: Count | None = None
     stop: Literal["eos"] = "eos"
+    record: list[Literal["window", "hidden"]] = []
     numerics: Literal["exact", "fast"] = "exact"
     kernels: Literal["torch", "triton"] = "torch"
     max_in_flight: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = 8
@@ -218,6 +224,11 @@ class Grid(_Entry):
     @classmethod
     def _entries_by_name(cls, values: Any) -> Any:
         return _spell_out(values, "name")
+
+    @field_validator("record", mode="before")
+    @classmethod
+    def _one_or_many_records(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @field_validator("decoder", mode="before")
     @classmethod

@@ -31,13 +31,15 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSettings:
-    """What every unit of a run shares. ``trajectories`` is the folder to record in, "" for none."""
+    """What every unit of a run shares. ``trajectories`` is the folder to record in, "" for none,
+    ``records`` what to keep there beyond the steps."""
 
     run_id: str
     device: str
     num_actors: int = 1
     items_per_unit: int | None = None
     trajectories: str = ""
+    records: tuple[str, ...] = ()
 
 
 def plan_chains(works: Sequence[CellWork], store: Store | None, settings: UnitSettings) -> list[Chain]:
@@ -102,4 +104,5 @@ def _unit(work: CellWork, keys: tuple[Key, ...], settings: UnitSettings) -> Work
         run_id=settings.run_id,
         drafter_path=work.drafter_path,
         trajectories=settings.trajectories,
+        records=settings.records,
     )

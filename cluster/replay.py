@@ -19,11 +19,16 @@ from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
+from dlmgrid.workers.drafting.catalog import ALL_METHODS, DIAGNOSTIC_METHODS
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import read_items
 from dlmgrid.workers.tables import REPLAYS, read_table
-from dlmgrid.workers.trajectories.files import recorded_generations
+from dlmgrid.workers.trajectories.files import (
+    files_by_cell,
+    open_trajectories,
+    recorded_generations,
+    wanted_columns,
+)
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
 from dlmgrid.workers.units import Key
 
@@ -69,15 +74,20 @@ def plan_replay(
         raise InputError(
             "verification greedy_match leaves the serialized path at T > 0, so it cannot be replayed; run it live"
         )
-    if any(decoder.fused_commit for decoder in grid.decoder):
-        raise InputError(
-            "fused_commit joins passes that a recording holds apart, so its forwards are counted live only; remove it"
-        )
+    for method in grid.methods:
+        if not ALL_METHODS[method.name].lossless:
+            raise InputError(
+                f"method {method.name!r} leaves the serialized path, so it cannot be replayed; run it live"
+            )
     models, fingerprints = _recorded_models(grid, recorded, trajectories)
     questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
     works = []
+    files = files_by_cell(trajectories)
     for work in make_cells(grid, models, questions, fingerprints, trajectories / "inputs"):
         keys = _recorded_keys(recorded, work, trajectories)
+        records = needed_records(work.cell)
+        for path in files.get(work.cell.reference().cell_key, []):
+            wanted_columns(path, open_trajectories(path), records)
         if num_verified:
             checkpoint = str(sources.resolve_checkpoint(work.cell.model, work.cell.revision))
             works.append(
@@ -87,11 +97,19 @@ def plan_replay(
                     checkpoint=checkpoint,
                     inputs=work.inputs,
                     drafter_path=work.drafter_source,
+                    records=records,
                 )
             )
         else:
-            works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=work.drafter_source))
+            drafter = work.drafter_source
+            works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=drafter, records=records))
     return tuple(works)
+
+
+def needed_records(cell: Cell) -> tuple[str, ...]:
+    """What a replay of this cell needs of a recording beyond its steps."""
+    window = ("window",) if cell.window else ()
+    return (*ALL_METHODS[cell.method].records, *window)
 
 
 def replay_grid(plan: ReplayPlan) -> None:

@@ -29,6 +29,7 @@ METHOD_FIELDS = (
     "drafter_fingerprint",
     "verification",
     "fused_commit",
+    "window",
     "gamma",
     "fold_tau",
     "product_tau",

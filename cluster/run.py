@@ -43,6 +43,7 @@ from dlmgrid.cluster.records import RunRecord, new_run_id, submission_id
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
 
 
 class ExitCode(IntEnum):
@@ -241,7 +242,7 @@ class _Run:
         refuse_another_grid(store, works)
         if request.records:
             works = [work for work in works if work.cell.is_reference]
-            refuse_unrecorded(store, works)
+            refuse_unrecorded(store, works, asked.grid.record)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -269,6 +270,7 @@ class _Run:
             num_actors=resources.num_actors or max(1, num_slots(resources)),
             items_per_unit=resources.items_per_unit,
             trajectories=str(store.trajectories) if self._request.records else "",
+            records=tuple(self._asked.grid.record) if self._request.records else (),
         )
         chains = plan_chains(works, store, settings)
         self._record.set(num_units=sum(len(chain.units) for chain in chains))
@@ -308,15 +310,19 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
         )
 
 
-def refuse_unrecorded(store: Store, works: Sequence[CellWork]) -> None:
-    """Raises InputError when the folder holds draft-free rows of these cells whose steps were not recorded."""
+def refuse_unrecorded(store: Store, works: Sequence[CellWork], records: Sequence[str] = ()) -> None:
+    """Raises InputError when the folder holds draft-free rows of these cells whose steps were not recorded, or not
+    with all that ``records`` names."""
     for work in works:
         for shard in store.shards_of(work.cell.cell_key, work.keys):
             has_rows = len(shard.failed) < len(shard.keys)
-            if has_rows and not (store.trajectories / f"{shard.unit_key}.parquet").exists():
+            path = store.trajectories / f"{shard.unit_key}.parquet"
+            if has_rows and not path.exists():
                 raise InputError(
                     f"{store.out} holds draft-free rows of this grid that were not recorded; choose another --out"
                 )
+            if has_rows:
+                wanted_columns(path, open_trajectories(path), records)
 
 
 def outcome(store: Store, works: Sequence[CellWork]) -> ExitCode:

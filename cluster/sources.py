@@ -28,6 +28,9 @@ class MethodInfo(Protocol):
     @property
     def file_key(self) -> str: ...
 
+    @property
+    def decoders(self) -> tuple[str, ...]: ...
+
 
 class Benchmark(Protocol):
     """What the grid needs to know of a benchmark."""

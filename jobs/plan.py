@@ -162,6 +162,8 @@ def _decoder_text(cell: Cell) -> str:
         parts.append(str(cell.comparison))
     if cell.fused_commit:
         parts.append("fused")
+    if cell.window:
+        parts.append(f"window {cell.window}")
     return " ".join(parts)
 
 

@@ -35,7 +35,8 @@ class Cell:
     the ``threshold`` decoder, ``factor`` to ``factor``, ``confidence`` (what is compared) and ``sub_block_length``
     (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
-    with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
+    with the next block's first pass: fewer forwards, the same tokens. ``window`` lets drafts leave their
+    block: ``cross_block``, ``refresh``, ``full`` for both, "" for neither. ``drafter_fingerprint`` identifies a learned
     or calibrated part ("" if none).
     """
 
@@ -61,6 +62,7 @@ class Cell:
     confidence: str = DEFAULT_CONFIDENCE
     sub_block_length: int = 0
     fused_commit: bool = False
+    window: str = ""
     gamma: float | None = None
     fold_tau: float | None = None
     product_tau: float | None = None
@@ -90,6 +92,7 @@ class Cell:
                 verification="coupled",
                 fold_tau=None,
                 product_tau=None,
+                window="",
             )
         if cell.decoder == "threshold" and cell.comparison is None:
             cell = replace(cell, comparison=DEFAULT_COMPARISON)
@@ -101,7 +104,7 @@ class Cell:
 
     def reference(self) -> Cell:
         """The draft-free cell whose rows this cell's rows are compared with; its passes are never fused."""
-        return replace(self, method="none", budget=0, fused_commit=False).canonical()
+        return replace(self, method="none", budget=0, fused_commit=False, window="").canonical()
 
     @property
     def is_reference(self) -> bool:
@@ -110,8 +113,8 @@ class Cell:
 
     @property
     def claim(self) -> str:
-        """What a row of this cell promises: ``exact``, ``law`` (same distribution) or ``approximate``;
-        ``imported`` where the text was made elsewhere."""
+        """What a row of this cell promises: ``exact`` or ``approximate``; ``imported`` where the text was made
+        elsewhere. Uncoupled rows are exact too: only the drafter's noise differs, the target draws its own."""
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
@@ -120,7 +123,7 @@ class Cell:
         )
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"
-        return "law" if cell.verification == "uncoupled" else "exact"
+        return "exact"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

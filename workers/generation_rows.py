@@ -60,6 +60,7 @@ def generation_row(
         rounds=generation.nfe_denoise,
         accepted=generation.accepted,
         accepted_per_round=sum(generation.accepted) / max(1, len(generation.accepted)),
+        argmax_commits=generation.argmax_commits,
         drafted_nodes=generation.drafted_nodes,
         rows_computed=generation.rows_computed,
         profiled=profiled,

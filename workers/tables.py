@@ -66,6 +66,7 @@ GENERATIONS = _schema(
         _key("confidence", pa.string()),
         _key("sub_block_length", pa.int32()),
         _key("fused_commit", pa.bool_()),
+        _key("window", pa.string()),
         _column("gamma", pa.float64()),
         _column("fold_tau", pa.float64()),
         _column("product_tau", pa.float64()),
@@ -106,6 +107,8 @@ GENERATIONS = _schema(
         _column("rounds", pa.int32()),
         _column("accepted_per_round", pa.float64()),
         _column("accepted", _INTS),
+        # commits whose token is the most probable one where it was committed
+        _column("argmax_commits", pa.int32()),
         _column("drafted_nodes", pa.int32()),
         _column("rows_computed", pa.int64()),
         _column("recompute_ratio", pa.float64()),
@@ -255,6 +258,29 @@ TRAJECTORIES = _schema(
     ],
 )
 
+# Columns of a trajectory file only where they were asked for: what a window of two blocks says of the fresh next block
+# (L values or 32 L a step, none at the end of the canvas), and the hidden states of H numbers a masked position.
+TRAJECTORY_WINDOW = (
+    _key("stop_token_ids", _INTS),
+    _key("next_token_ids", _INTS),
+    _key("next_probabilities", _FLOATS),
+    _key("next_entropy", _FLOATS),
+    _key("next_tail_mass", _FLOATS),
+    _key("next_log_tempered_mass", _FLOATS),
+)
+TRAJECTORY_HIDDEN = (_key("hidden", _FLOATS),)
+TRAJECTORY_NEXT_HIDDEN = (_key("next_hidden", _FLOATS),)
+
+
+def trajectory_schema(*, window: bool, hidden: bool) -> pa.Schema:
+    """The schema of a trajectory file with the optional columns that were recorded."""
+    columns = list(TRAJECTORIES)
+    columns += TRAJECTORY_WINDOW if window else ()
+    columns += TRAJECTORY_HIDDEN if hidden else ()
+    columns += TRAJECTORY_NEXT_HIDDEN if window and hidden else ()
+    return pa.schema(columns, TRAJECTORIES.metadata)
+
+
 REPLAYS = _schema(
     "replays",
     [
@@ -262,6 +288,9 @@ REPLAYS = _schema(
         _key("item_id", pa.string()),
         _key("repeat", pa.int32()),
         _key("recorded_cell_key", pa.string()),
+        # of the draft trees, means over rounds: steps to the deepest node, nodes of the fullest depth
+        _key("depth_per_round", pa.float64()),
+        _key("width_per_round", pa.float64()),
         _key("prompt_tokens", pa.int32()),
         _key("nfe_prefill", pa.int32()),
         _key("nfe_denoise", pa.int32()),

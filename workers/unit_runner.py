@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ class UnitRunner:
         prompts, rows = self._prompts(unit, encoder, config)
         engine = self._load(unit, config, prompts.values(), max_in_flight)
         settings = decode_settings(cell, engine, profiled=unit.profiled)
+        if recorder is not None:
+            recorder.stop_token_ids = settings.stop_token_ids
+            settings = replace(settings, records_window=recorder.records_window)
         decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
@@ -144,7 +148,7 @@ class UnitRunner:
         return [rows[key] for key in unit.keys]
 
     def _rows(self, unit: WorkUnit) -> list[Row]:
-        recorder = TrajectoryRecorder() if unit.trajectories else None
+        recorder = TrajectoryRecorder(unit.records) if unit.trajectories else None
         rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight, recorder=recorder)
         if recorder is not None:
             _record(unit, rows, recorder)
@@ -339,6 +343,8 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         grid=family.grid,
         seed=family.seed,
         stop_rule="prefix" if is_causal else family.stop_rule,
+        window=cell.window,
+        product_tau=cell.product_tau,
         profiled=profiled,
     )
 

@@ -25,7 +25,7 @@ class WorkUnit:
     decoded together (a retry after running out of memory lowers it). ``drafter_path`` is the file of the drafter's
     learned or calibrated part, identified in the cell by ``drafter_fingerprint``; "" where it has none.
     ``trajectories`` is the folder that the steps of a draft-free unit are recorded in, as ``<unit_key>.parquet``; ""
-    records nothing.
+    records nothing. ``records`` names what is recorded beyond the steps: ``window``, ``hidden``.
     """
 
     cell: Cell
@@ -41,6 +41,7 @@ class WorkUnit:
     run_id: str = ""
     drafter_path: str = ""
     trajectories: str = ""
+    records: tuple[str, ...] = ()
 
     @property
     def unit_key(self) -> str:

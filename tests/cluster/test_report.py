@@ -167,7 +167,7 @@ def test_settings_that_differ_are_named_and_others_are_not(tmp_path: Path) -> No
     assert (first.title, second.title) == ("reference · words · T = 0", "reference · words · T = 1")
     assert [row[2].text for row in second.rows] == ["coupled", "coupled", "uncoupled"]
     assert "seed" not in second.headings
-    assert [row[second.headings.index("claim")].text for row in second.rows] == ["exact", "exact", "law"]
+    assert [row[second.headings.index("claim")].text for row in second.rows] == ["exact", "exact", "exact"]
 
 
 def test_fused_cells_stand_beside_the_draft_free_cell(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ Where a family *seeds*, the last row of a pass that stores gives the first token
 of the pass, not a step, and is kept apart (``Generation.seeds``). Where its stop rule is ``prefix``, a sample ends as
 soon as a stop id has no mask before it: that is a property of the state, so drafted and serialized runs end alike.
 
+With a ``window`` drafts may finish the block and enter the next one, and a next block may start drafted
+(``window.py``); a block that a draft completed is stored by the same pass and takes no commit pass. Only families
+that do not seed and that stop at a block's end can have one.
+
 Source of the block loop, the prompt tail and the commit pass: ``generate.py`` of JetAstra/SDAR; of seeds and the stop
 inside a block: ``generate`` of Fast-dLLM-v2 (modeling.py) and of Nemotron-Labs-Diffusion.
 """
@@ -26,21 +30,29 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import choose
+from dlmgrid.kernels.logits import Summary, choose, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.packing import Packed, Round
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+from dlmgrid.workers.decoding.window import WINDOWS, draft_round, refreshes, wants_following
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, reads_hidden
 from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
+
+__all__ = [
+    "GREEDY_MATCH", "STOP_POLICIES", "VERIFICATIONS", "DecodeSettings", "Decoder", "Generation", "Prompt", "Recorder",
+    "Target", "canvas_length",
+]  # fmt: skip
 
 STOP_POLICIES = ("eos", "none")
 VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
@@ -57,6 +69,9 @@ class Target(Protocol):
     max_length: int
     device: torch.device
 
+    @property
+    def hidden_size(self) -> int: ...
+
     def forward(
         self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
     ) -> Tensor: ...
@@ -68,12 +83,15 @@ class Recorder(Protocol):
     """What is shown every step of a decode.
 
     ``start`` is called when a prompt begins, also for the second time; ``record`` with the prompts of a round, the
-    absolute start of their blocks int64 [S], and what one transition saw.
+    absolute start of their blocks int64 [S], and what one transition saw. ``record_next`` follows a record of the
+    prompt, where a window is recorded: the L rows of the fresh next block behind the state that the step saw.
     """
 
     def start(self, prompt: Prompt) -> None: ...
 
     def record(self, prompts: Sequence[Prompt], block_starts: Tensor, step: SeenStep) -> None: ...
+
+    def record_next(self, prompt: Prompt, summary: Summary, hidden: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +101,9 @@ class DecodeSettings:
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
     ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
     pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
+    ``window``: how drafts leave their block, see ``window.py``. ``product_tau``: the floor of product max-commit.
+    ``records_window``: a draft-free decode shows its recorder the next block beside every state; the rows for it are
+    not counted.
     """
 
     block_length: int
@@ -100,6 +121,9 @@ class DecodeSettings:
     grid: BlockGrid = "absolute"
     seed: Seed = "none"
     stop_rule: StopRule = "block"
+    window: str = ""
+    product_tau: float | None = None
+    records_window: bool = False
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -108,138 +132,22 @@ class DecodeSettings:
             raise ValueError(f"verification {self.verification!r} is not one of {', '.join(modes)}")
         if self.stop not in STOP_POLICIES:
             raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
+        if self.window not in WINDOWS:
+            raise ValueError(f"window {self.window!r} is not one of {', '.join(WINDOWS[1:])}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
             raise ValueError("budget and temperature must not be negative, gen_length must be positive")
-        if self.fused_commit and self.seed != "none":
+        if (self.fused_commit or self.window) and self.seed != "none":
+            name = "fused_commit" if self.fused_commit else f"window {self.window!r}"
             raise ValueError(
-                "fused_commit: the commit pass gives the next block's first token, nothing joins the two"
+                f"{name}: the commit pass gives the next block's first token, nothing joins the two"
             )
+        if self.window and (self.stop_rule != "block" or self.shifted):
+            raise ValueError(f"window {self.window!r}: this family stops inside a block or shifts its rows")
 
     @property
     def stops(self) -> tuple[int, ...]:
         """The ids that end a sample under the stop policy."""
         return self.stop_token_ids if self.stop == "eos" else ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """What to continue: ``token_ids`` of the rendered prompt, with the identity that its noise hangs on."""
-
-    item_id: str
-    repeat: int
-    token_ids: tuple[int, ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class Seconds:
-    """Time of one sample: its share, by rows computed, of the passes it took part in.
-
-    ``wall`` comes from an unprofiled decode. The parts come from a profiled one, whose stages are timed apart.
-    """
-
-    wall: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    sample: float = 0.0
-    other: float = 0.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Generation:
-    """One decoded sample. Steps are counted over the whole generation; positions are absolute.
-
-    ``seeds``: (position, token) of each block's first token that a storing pass gave.
-    """
-
-    prompt: Prompt
-    token_ids: list[int] = field(default_factory=list)
-    stop_reason: str = ""
-    steps: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
-    margins: list[tuple[float, ...]] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    seeds: list[tuple[int, int]] = field(default_factory=list)
-    nfe_prefill: int = 0
-    nfe_denoise: int = 0
-    nfe_commit: int = 0
-    drafted_nodes: int = 0
-    rows_computed: int = 0
-    batch_position: int = 0
-    batch_size: int = 0
-    seconds: Seconds = field(default_factory=Seconds)
-
-
-def canvas_length(
-    prompt_tokens: int, gen_length: int, block_length: int, grid: BlockGrid = "absolute"
-) -> int:
-    """Positions of the whole blocks that cover prompt and generation. Where blocks lie from the prompt's end on, the
-    prompt takes whole blocks of its own."""
-    if grid == "prompt":
-        return (-(-prompt_tokens // block_length) + -(-gen_length // block_length)) * block_length
-    return -(-(prompt_tokens + gen_length) // block_length) * block_length
-
-
-class _Sample:
-    """A sample in flight: where it stands in its canvas. ``lead`` positions before its first fill a block up."""
-
-    def __init__(self, prompt: Prompt, settings: DecodeSettings, slot: int) -> None:
-        length = settings.block_length
-        num_tokens = len(prompt.token_ids)
-        self.prompt = prompt
-        self.slot = slot
-        self.block_length = length
-        self.lead = -num_tokens % length if settings.grid == "prompt" else 0
-        self.canvas = canvas_length(num_tokens, settings.gen_length, length, settings.grid) - self.lead
-        self.tokens = list(prompt.token_ids) + [MASKED] * (self.canvas - num_tokens)
-        self.block_start = num_tokens if settings.grid == "prompt" else num_tokens // length * length
-        self.key = settings.noise.key(prompt.item_id, prompt.repeat)
-        self.needs_prefill = self.block_start > 0
-        self.generation = Generation(prompt=prompt, batch_position=slot)
-        self._stops_inside = settings.stops if settings.stop_rule != "block" else ()
-        self._needs_step = settings.stop_rule == "prefix_commit"
-
-    @property
-    def block(self) -> list[int]:
-        return self.tokens[self.block_start : self.block_start + self.block_length]
-
-    @property
-    def prompt_in_block(self) -> int:
-        return max(0, len(self.prompt.token_ids) - self.block_start)
-
-    @property
-    def commit_count(self) -> int:
-        return self.block_length - self.block.count(MASKED) - self.prompt_in_block
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether the block's state ends the sample: a stop id has no mask before it (stop rules ``prefix``).
-
-        Under ``prefix_commit`` the reference looks only after a step, so a seed alone ends nothing.
-        """
-        if not self._stops_inside or (self._needs_step and self.commit_count <= 1):
-            return False
-        for token in self.block[self.prompt_in_block :]:
-            if token == MASKED or token in self._stops_inside:
-                return token != MASKED
-        return False
-
-    @property
-    def is_block_complete(self) -> bool:
-        """Whether the block takes no more steps."""
-        return MASKED not in self.block or self.has_stopped
-
-    @property
-    def stored_span(self) -> tuple[int, int]:
-        """First and last (exclusive) position that the next pass stores: the prompt's whole blocks, or the block."""
-        if self.needs_prefill:
-            return -self.lead, self.block_start
-        return self.block_start, self.block_start + self.block_length
-
-    @property
-    def stored_tokens(self) -> list[int]:
-        """The tokens of :attr:`stored_span`; masked where it is before the prompt."""
-        first, last = self.stored_span
-        return [MASKED] * max(0, -first) + self.tokens[max(0, first) : last]
 
 
 class Decoder:
@@ -260,7 +168,14 @@ class Decoder:
         self.recorder = recorder
         self.drafts = settings.budget > 0
         device, length = target.device, settings.block_length
-        self._snapshots = Snapshots(target.num_slots, length, device) if self.drafts else None
+        self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
+        self._snapshots: Snapshots | None = None
+        self._next_snapshots: Snapshots | None = None
+        if self.drafts:
+            hidden_size = target.hidden_size if reads_hidden(drafter) else None
+            self._snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
+            if self._looks_ahead:
+                self._next_snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
         self._clock: Callable[[], float] = _device_clock(device) if settings.profiled else time.perf_counter
 
     @torch.inference_mode()
@@ -285,16 +200,16 @@ class Decoder:
         width = min(self.target.num_slots, max_in_flight or self.target.num_slots, len(prompts))
         waiting = deque(enumerate(prompts))
         free_slots = list(range(width))[::-1]
-        in_flight: dict[int, _Sample] = {}
+        in_flight: dict[int, Sample] = {}
         done: dict[int, Generation] = {}
         while waiting or in_flight:
             while waiting and free_slots:
                 index, prompt = waiting.popleft()
-                in_flight[index] = _Sample(prompt, self.settings, free_slots.pop())
+                in_flight[index] = Sample(prompt, self.settings, free_slots.pop())
                 in_flight[index].generation.batch_size = width
                 if self.recorder is not None:
                     self.recorder.start(prompt)
-                self._new_block(in_flight[index])
+                self._forget(in_flight[index])
             self._pass(list(in_flight.values()))
             for index, sample in list(in_flight.items()):
                 if sample.generation.stop_reason:
@@ -303,7 +218,7 @@ class Decoder:
                     del in_flight[index]
         return [done[index] for index in range(len(prompts))]
 
-    def _pass(self, samples: list[_Sample]) -> None:
+    def _pass(self, samples: list[Sample]) -> None:
         """One packed pass: each sample prefills, denoises or commits, or commits and denoises the next block."""
         start = self._clock()
         storing = [s for s in samples if s.needs_prefill or s.is_block_complete]
@@ -313,44 +228,28 @@ class Decoder:
                 if sample.is_block_complete and not sample.needs_prefill and not self._ends(sample):
                     self._next_block(sample)
         denoising = [s for s in samples if not s.needs_prefill and not s.is_block_complete]
-        tree = self._draft(denoising) if denoising else None
+        round_ = self._draft(denoising) if denoising else None
         drafted = self._clock()
 
-        tokens: list[Tensor] = []
-        slots: list[int] = []
-        starts: list[int] = []
+        packed = Packed(self.target.device)
         rows = {id(s): 0 for s in samples}
-        device, length = self.target.device, self.settings.block_length
+        length = self.settings.block_length
         for sample, (first, last) in zip(storing, stored_spans, strict=True):
-            tokens.append(
-                torch.tensor(sample.stored_tokens, dtype=torch.int32, device=device).view(-1, length)
-            )
-            starts.extend(range(first, last, length))
-            slots.extend([sample.slot] * ((last - first) // length))
+            blocks = torch.tensor(sample.tokens_of(first, last), dtype=torch.int32, device=self.target.device)
+            for offset, block in enumerate(blocks.view(-1, length)):
+                packed.add(block[None], sample.slot, first + offset * length, stores=True)
             rows[id(sample)] = last - first
-        num_stored = len(slots)
-        first_segments: list[int] = []
-        if tree is not None:
-            nodes = tree.num_nodes.tolist()
-            for index, sample in enumerate(denoising):
-                first_segments.append(len(slots))
-                tokens.append(tree.tokens[index, : nodes[index]])
-                slots.extend([sample.slot] * nodes[index])
-                starts.extend([sample.block_start] * nodes[index])
-                rows[id(sample)] += nodes[index] * length
-        hidden = self.target.forward(
-            torch.cat(tokens),
-            torch.tensor(slots, dtype=torch.int32, device=device),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.arange(len(slots), device=device) < num_stored,
-            self.settings.causal,
-        )
+        if round_ is not None:
+            round_.pack(packed)
+            for sample, segments in zip(denoising, round_.counted_segments(), strict=True):
+                rows[id(sample)] += segments * length
+        hidden = packed.run(self.target, causal=self.settings.causal)
         verified = self._clock()
         seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
-        if tree is not None:
+        if round_ is not None:
             if self.settings.shifted:
                 hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
-            self._walk(denoising, tree, hidden, first_segments)
+            self._walk(round_, hidden)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:
@@ -361,91 +260,140 @@ class Decoder:
                 self._finish(sample)
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
 
-    def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        device = self.target.device
-        return (
-            torch.tensor([s.block for s in samples], dtype=torch.int32, device=device),
-            torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
-            torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
-            torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
-            torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device),
+    def _draft(self, samples: list[Sample]) -> Round:
+        settings, device = self.settings, self.target.device
+        slots = torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device)
+        everyone = torch.arange(len(samples), device=device)
+        no_snapshots = Snapshots(len(samples), settings.block_length, device)
+        inputs = DraftInputs(
+            roots=torch.tensor([s.block for s in samples], dtype=torch.int32, device=device),
+            commit_counts=torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
+            block_starts=torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
+            keys=torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
+            snapshots=no_snapshots if self._snapshots is None else self._snapshots.select(slots),
+            rule=settings.rule,
+            temperature=settings.temperature,
+            noise=settings.noise,
+            stream=None if settings.verification == GREEDY_MATCH else VERIFICATIONS[settings.verification],
         )
-
-    def _draft(self, samples: list[_Sample]) -> DraftTree:
-        settings = self.settings
-        roots, counts, starts, keys, slots = self._inputs(samples)
-        tree = DraftTree(len(samples), settings.budget, settings.block_length, self.target.device)
-        tree.plant(roots)
-        if self._snapshots is not None:
-            inputs = DraftInputs(
-                roots=roots,
-                commit_counts=counts,
-                block_starts=starts,
-                keys=keys,
-                snapshots=self._snapshots.select(slots),
-                rule=settings.rule,
-                temperature=settings.temperature,
-                noise=settings.noise,
-                stream=None
-                if settings.verification == GREEDY_MATCH
-                else VERIFICATIONS[settings.verification],
+        has_next = torch.tensor([s.has_next_block for s in samples], device=device)
+        trees = draft_round(
+            self.drafter.draft,
+            inputs,
+            budget=settings.budget,
+            window=settings.window,
+            next_snapshots=None if self._next_snapshots is None else self._next_snapshots.select(slots),
+            has_next=has_next,
+            stop_token_ids=self.settings.stops,
+        )
+        looks_ahead = torch.zeros_like(everyone, dtype=torch.bool)
+        if settings.records_window:
+            looks_ahead = has_next
+        elif self._looks_ahead:
+            looks_ahead = wants_following(inputs, settings.budget, has_next, self.settings.stops) & (
+                trees.complete < 0
             )
-            self.drafter.draft(inputs, tree)
-        return tree
+        return Round(samples=samples, inputs=inputs, slots=slots, trees=trees, looks_ahead=looks_ahead)
 
-    def _walk(
-        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
-    ) -> None:
-        _, counts, starts, keys, slots = self._inputs(samples)
+    def _walk(self, round_: Round, hidden: Tensor) -> None:
+        """Walk the trees of the block, then those of the next block where a drafted state completed it."""
+        samples, trees, inputs = round_.samples, round_.trees, round_.inputs
+        everyone = torch.arange(len(samples), device=hidden.device)
+        drafted = trees.num_drafted().tolist()
+        first_segments = torch.tensor(round_.first_segments, device=hidden.device)
+        roots, walked = self._walk_trees(round_, everyone, trees.current, first_segments, inputs, hidden)
+        self._look_at_next_blocks(round_, hidden)
+        finished = trees.current.tokens[everyone, trees.complete.clamp_min(0)]
+        crosses = (trees.complete >= 0) & (roots == finished).all(dim=1)
+        for sample, root, steps, nodes in zip(samples, roots.tolist(), walked, drafted, strict=True):
+            sample.set_block(root)
+            _account(sample, steps, nodes)
+        entered = (crosses & trees.enters).nonzero().flatten()
+        for index in (crosses & ~trees.enters).nonzero().flatten().tolist():
+            self._finish(samples[index])  # its last block, and the pass has stored it
+        if not entered.numel() or trees.following is None:
+            return
+        for index in entered.tolist():
+            samples[index].block_start += self.settings.block_length
+            self._forget(samples[index])
+        length = self.settings.block_length
+        beyond = replace(
+            inputs,
+            commit_counts=torch.zeros_like(inputs.commit_counts),
+            block_starts=inputs.block_starts + length,
+        )
+        next_segments = torch.tensor(round_.next_segments, device=hidden.device)
+        roots, walked = self._walk_trees(round_, entered, trees.following, next_segments, beyond, hidden)
+        for index, root, steps in zip(entered.tolist(), roots.tolist(), walked, strict=True):
+            samples[index].set_block(root)
+            _add_steps(samples[index], steps)
+            samples[index].generation.accepted[-1] += len(steps.commits)
+
+    def _walk_trees(
+        self,
+        round_: Round,
+        which: Tensor,
+        trees: DraftTree,
+        first_segments: Tensor,
+        inputs: DraftInputs,
+        hidden: Tensor,
+    ) -> tuple[Tensor, list[WalkedSteps]]:
+        """Walk the trees of the samples ``which`` (int64 [A]) of a round."""
         on_step: Callable[[SeenStep], None] | None = None
         if self.recorder is not None:
-            on_step = functools.partial(self.recorder.record, [s.prompt for s in samples], starts)
-        roots, walked = walk(
+            prompts = [round_.samples[index].prompt for index in which.tolist()]
+            on_step = functools.partial(self.recorder.record, prompts, inputs.block_starts[which])
+        return walk(
             head=self.target,
             transition=TransitionRule(
                 rule=self.settings.rule,
                 temperature=self.settings.temperature,
                 noise=self.settings.noise,
                 accepts_argmax=self.settings.verification == GREEDY_MATCH,
+                product_tau=self.settings.product_tau,
             ),
             hidden=hidden,
-            first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),
-            tree=tree,
-            commit_counts=counts,
-            block_starts=starts,
-            keys=keys,
+            first_segment=first_segments[which],
+            tree=trees.select(which),
+            commit_counts=inputs.commit_counts[which],
+            block_starts=inputs.block_starts[which],
+            keys=inputs.keys[which],
             snapshots=self._snapshots,
-            snapshot_rows=slots,
+            snapshot_rows=round_.slots[which],
             on_step=on_step,
-            has_stopped=self._has_stopped(samples),
+            has_stopped=self._has_stopped([round_.samples[index] for index in which.tolist()]),
         )
-        for sample, root, steps, nodes in zip(
-            samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True
-        ):
-            sample.tokens[sample.block_start : sample.block_start + sample.block_length] = root
-            self._account(sample, steps, nodes)
 
-    def _has_stopped(self, samples: list[_Sample]) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def _has_stopped(self, samples: list[Sample]) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Which states int32 [A, L] of the samples int64 [A] end them, bool [A]; None where none does so early."""
         if self.settings.stop_rule == "block" or not self.settings.stops:
             return None
         firsts = torch.tensor([s.prompt_in_block for s in samples], device=self.target.device)
         return lambda active, states: stopped_states(states, self.settings.stops, firsts[active][:, None])
 
-    @staticmethod
-    def _account(sample: _Sample, steps: WalkedSteps, nodes: int) -> None:
-        generation, start = sample.generation, sample.block_start
-        generation.steps.extend(
-            tuple((start + at, token) for at, token in commits) for commits in steps.commits
-        )
-        generation.margins.extend(steps.margins)
-        generation.digests.extend(steps.digests)
-        generation.accepted.append(len(steps.commits) - 1)
-        generation.drafted_nodes += nodes - 1
-        generation.nfe_denoise += 1
+    def _look_at_next_blocks(self, round_: Round, hidden: Tensor) -> None:
+        """Keep, or record, what the pass says of the fresh block behind the root of each sample that looks ahead."""
+        which = round_.looks_ahead.nonzero().flatten()
+        if not which.numel():
+            return
+        segments = torch.tensor(round_.next_segments, device=hidden.device)[which]
+        length = self.settings.block_length
+        read = hidden[segments].flatten(0, 1)
+        summary = summarize(self.target.logits(read), self.settings.temperature)
+        if self.settings.records_window and self.recorder is not None:
+            for row, index in enumerate(which.tolist()):
+                own = slice(row * length, (row + 1) * length)
+                part = Summary(*(values[own] for values in summary))
+                self.recorder.record_next(round_.samples[index].prompt, part, read[own])
+        if self._next_snapshots is not None:
+            slots = round_.slots[which]
+            positions = torch.arange(length, device=hidden.device).repeat(which.numel())
+            masked = torch.ones(which.numel(), length, dtype=torch.bool, device=hidden.device)
+            rows = slots.repeat_interleave(length)
+            self._next_snapshots.store(slots, masked, rows, positions, summary, read)
 
     def _seeds(
-        self, storing: list[_Sample], spans: Sequence[tuple[int, int]], hidden: Tensor
+        self, storing: list[Sample], spans: Sequence[tuple[int, int]], hidden: Tensor
     ) -> dict[int, int]:
         """The token after the last stored position of each sample, from the last row that its pass stored."""
         if not storing:
@@ -467,7 +415,7 @@ class Decoder:
         tokens = choose(logits, temperature, gumbel).tokens.tolist()
         return {id(sample): token for sample, token in zip(storing, tokens, strict=True)}
 
-    def _stored(self, sample: _Sample, seed: int | None) -> None:
+    def _stored(self, sample: Sample, seed: int | None) -> None:
         """After a pass that stored keys and values: the prompt is in, or a block is finished."""
         if sample.needs_prefill:
             sample.needs_prefill = False
@@ -484,16 +432,24 @@ class Decoder:
             if self.settings.stop_rule == "prefix" and sample.has_stopped:
                 self._finish(sample)
 
-    def _ends(self, sample: _Sample) -> bool:
+    def _ends(self, sample: Sample) -> bool:
         """Whether the sample's finished block is its last: it fills the canvas or holds a stop id."""
         is_stopped = any(token in self.settings.stops for token in sample.block[sample.prompt_in_block :])
         return is_stopped or sample.block_start + sample.block_length >= sample.canvas
 
-    def _next_block(self, sample: _Sample) -> None:
+    def _next_block(self, sample: Sample) -> None:
+        """Go on to the next block, whose first round is drafted where a window has looked at it and refresh is on."""
         sample.block_start += sample.block_length
-        self._new_block(sample)
+        slot = torch.tensor([sample.slot], device=self.target.device)
+        if self._snapshots is not None:
+            if self._next_snapshots is not None and refreshes(self.settings.window):
+                self._snapshots.take(slot, self._next_snapshots, slot)
+            else:
+                self._snapshots.invalidate(slot)
+        if self._next_snapshots is not None:
+            self._next_snapshots.invalidate(slot)
 
-    def _finish(self, sample: _Sample) -> None:
+    def _finish(self, sample: Sample) -> None:
         stops = self.settings.stops
         prompt_tokens = len(sample.prompt.token_ids)
         end = min(sample.block_start + sample.block_length, prompt_tokens + self.settings.gen_length)
@@ -502,12 +458,15 @@ class Decoder:
         sample.generation.token_ids = output if cut is None else output[: cut + 1]
         sample.generation.stop_reason = "length" if cut is None else "eos"
 
-    def _new_block(self, sample: _Sample) -> None:
-        if self._snapshots is not None:
-            self._snapshots.invalidate(torch.tensor([sample.slot], device=self.target.device))
+    def _forget(self, sample: Sample) -> None:
+        """Nothing stale is known of the sample's block, nor of the next one."""
+        slot = torch.tensor([sample.slot], device=self.target.device)
+        for snapshots in (self._snapshots, self._next_snapshots):
+            if snapshots is not None:
+                snapshots.invalidate(slot)
 
     def _share_time(
-        self, samples: list[_Sample], rows: dict[int, int], denoising: list[_Sample], marks: Sequence[float]
+        self, samples: list[Sample], rows: dict[int, int], denoising: list[Sample], marks: Sequence[float]
     ) -> None:
         start, drafted, verified, sampled, end = marks
         total = sum(rows.values())
@@ -524,6 +483,23 @@ class Decoder:
                 seconds.sample += (sampled - verified) * own / drafting_rows
             seconds.verify += (verified - drafted) * own / total
             seconds.other += (end - sampled) * own / total
+
+
+def _account(sample: Sample, steps: WalkedSteps, nodes: int) -> None:
+    """Count a round that drafted ``nodes`` and took ``steps`` in the block."""
+    generation = sample.generation
+    _add_steps(sample, steps)
+    generation.accepted.append(len(steps.commits) - 1)
+    generation.drafted_nodes += nodes
+    generation.nfe_denoise += 1
+
+
+def _add_steps(sample: Sample, steps: WalkedSteps) -> None:
+    generation, start = sample.generation, sample.block_start
+    generation.steps.extend(tuple((start + at, token) for at, token in commits) for commits in steps.commits)
+    generation.margins.extend(steps.margins)
+    generation.digests.extend(steps.digests)
+    generation.argmax_commits += steps.argmax_commits
 
 
 def _device_clock(device: torch.device) -> Callable[[], float]:

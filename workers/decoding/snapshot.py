@@ -19,10 +19,13 @@ class Snapshots:
         masked: bool [S, L], the positions that hold values.
         token_ids: int64 [S, L, 32]; probabilities: fp32 [S, L, 32], as ``kernels.logits.Summary`` orders them.
         entropy, tail_mass, log_tempered_mass: fp32 [S, L].
-        is_valid: bool [S]; False for a fresh block, whose first pass has nothing stale to draft from.
+        is_valid: bool [S]; False where nothing stale is known: a fresh block without a two-block window.
+        hidden: fp32 [S, L, H], what the target's head read at each position; None unless a drafter reads it.
     """
 
-    def __init__(self, num_samples: int, block_length: int, device: torch.device) -> None:
+    def __init__(
+        self, num_samples: int, block_length: int, device: torch.device, *, hidden_size: int | None = None
+    ) -> None:
         shape = (num_samples, block_length)
         self.masked = torch.zeros(shape, dtype=torch.bool, device=device)
         self.token_ids = torch.zeros((*shape, NUM_CANDIDATES), dtype=torch.int64, device=device)
@@ -31,6 +34,7 @@ class Snapshots:
         self.tail_mass = torch.zeros(shape, device=device)
         self.log_tempered_mass = torch.zeros(shape, device=device)
         self.is_valid = torch.zeros(num_samples, dtype=torch.bool, device=device)
+        self.hidden = None if hidden_size is None else torch.zeros((*shape, hidden_size), device=device)
 
     @classmethod
     def of(
@@ -43,6 +47,7 @@ class Snapshots:
         tail_mass: Tensor,
         log_tempered_mass: Tensor,
         is_valid: Tensor,
+        hidden: Tensor | None = None,
     ) -> Snapshots:
         """A struct around existing tensors, of the shapes in the class docstring; nothing is copied."""
         out = object.__new__(cls)
@@ -53,6 +58,7 @@ class Snapshots:
         out.tail_mass = tail_mass
         out.log_tempered_mass = log_tempered_mass
         out.is_valid = is_valid
+        out.hidden = hidden
         return out
 
     def invalidate(self, samples: Tensor) -> None:
@@ -60,14 +66,20 @@ class Snapshots:
         self.is_valid[samples] = False
 
     def store(
-        self, samples: Tensor, masked: Tensor, row_samples: Tensor, positions: Tensor, summary: Summary
+        self,
+        samples: Tensor,
+        masked: Tensor,
+        row_samples: Tensor,
+        positions: Tensor,
+        summary: Summary,
+        hidden: Tensor,
     ) -> None:
         """Replace the snapshots of some samples.
 
         Args:
             samples: int64 [A], whose; masked: bool [A, L], the masked positions of the state that the pass saw.
             row_samples: int64 [R], the sample of each summarised row; positions: int64 [R], its position.
-            summary: of the R rows.
+            summary: of the R rows; hidden: [R, H], what the head read.
         """
         self.masked[samples] = masked
         self.is_valid[samples] = True
@@ -76,15 +88,22 @@ class Snapshots:
         self.entropy[row_samples, positions] = summary.entropy
         self.tail_mass[row_samples, positions] = summary.tail_mass
         self.log_tempered_mass[row_samples, positions] = summary.log_tempered_mass
+        if self.hidden is not None:
+            self.hidden[row_samples, positions] = hidden.float()
+
+    def take(self, samples: Tensor, other: Snapshots, rows: Tensor) -> None:
+        """Replace the snapshots of ``samples`` (int64 [A]) by the ``rows`` (int64 [A]) of another struct."""
+        for name in (*_PER_POSITION, "is_valid"):
+            getattr(self, name)[samples] = getattr(other, name)[rows]
+        if self.hidden is not None and other.hidden is not None:
+            self.hidden[samples] = other.hidden[rows]
 
     def select(self, samples: Tensor) -> Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
         return Snapshots.of(
-            masked=self.masked[samples],
-            token_ids=self.token_ids[samples],
-            probabilities=self.probabilities[samples],
-            entropy=self.entropy[samples],
-            tail_mass=self.tail_mass[samples],
-            log_tempered_mass=self.log_tempered_mass[samples],
-            is_valid=self.is_valid[samples],
+            **{name: getattr(self, name)[samples] for name in (*_PER_POSITION, "is_valid")},
+            hidden=None if self.hidden is None else self.hidden[samples],
         )
+
+
+_PER_POSITION = ("masked", "token_ids", "probabilities", "entropy", "tail_mass", "log_tempered_mass")

@@ -56,3 +56,29 @@ class DraftTree:
         same = same_hash & (self.tokens[samples] == states[:, None, :]).all(dim=-1)
         found = same.to(torch.int8).argmax(dim=1)
         return torch.where(same.any(dim=1), found, torch.full_like(found, -1))
+
+    def select(self, samples: Tensor) -> DraftTree:
+        """The trees of ``samples`` (int64 [A]) as a struct of its own."""
+        out: DraftTree = object.__new__(DraftTree)
+        out.budget = self.budget
+        for name in ("tokens", "parents", "depths", "log_mass", "hashes", "num_nodes"):
+            setattr(out, name, getattr(self, name)[samples])
+        return out
+
+    def keep(self, kept: Tensor) -> None:
+        """Drop the nodes that are not ``kept`` (bool [S, 1 + D]); roots always stay, and so does the order.
+
+        A node whose parent is dropped becomes a child of the root; acceptance never looks at edges.
+        """
+        kept = kept & self.is_node()
+        kept[:, 0] = True
+        order = (~kept).to(torch.int8).sort(dim=1, stable=True).indices
+        place = (kept.cumsum(dim=1) - 1).to(torch.int32)
+        has_parent = self.parents >= 0
+        parent = self.parents.clamp_min(0).long()
+        moved = torch.where(kept.gather(1, parent), place.gather(1, parent), 0)
+        self.parents = torch.where(has_parent, moved, self.parents).gather(1, order)
+        self.tokens = self.tokens.gather(1, order[..., None].expand_as(self.tokens))
+        for name in ("depths", "log_mass", "hashes"):
+            setattr(self, name, getattr(self, name).gather(1, order))
+        self.num_nodes = kept.sum(dim=1)

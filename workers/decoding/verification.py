@@ -10,12 +10,19 @@ at any temperature; no ratio test is ever combined with shared noise.
 accepted, and T is drawn only where nothing matched. Accepted commits are forced argmax choices, so the law is
 biased, the more the better the drafter; it is there to measure that bias (SPOT).
 
+``product_tau`` is the other: product max-commit, named and not defined by SPOT's set variant. From y, a drafted state
+that extends y is admissible where every new token is the target's own choice at y and the product of their
+probabilities is at least τ; the largest admissible state is taken if it commits more than T(y). It trades exactness
+for speed, so its rows claim no more than an approximation.
+
 The language-model head runs on the states that the walk visits, and there on the rows that predict masked
 positions only. Legend: S samples, A samples still walking, L block length, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -43,12 +50,14 @@ class TransitionRule:
     """Everything T(state) depends on besides the logits.
 
     ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
+    ``product_tau``: the floor of product max-commit, None without it.
     """
 
     rule: CommitRule
     temperature: float
     noise: NoiseTable
     accepts_argmax: bool = False
+    product_tau: float | None = None
 
 
 @dataclass(slots=True)
@@ -57,11 +66,13 @@ class WalkedSteps:
 
     ``commits``: (position in the block, token) pairs sorted by position; ``margins`` in the same order;
     ``digests``: the order-free 64-bit digest of the logits rows that predicted masked positions, as 16 hex digits.
+    ``argmax_commits``: how many commits of all steps are the most probable token of their row.
     """
 
     commits: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     margins: list[tuple[float, ...]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    argmax_commits: int = 0
 
 
 class SeenStep(NamedTuple):
@@ -69,7 +80,7 @@ class SeenStep(NamedTuple):
 
     ``samples`` int64 [A], indices into the round; ``states`` int32 [A, L] before and ``following`` after the step;
     ``commit_counts`` int64 [A] before it; ``row_of`` int64 [R] into the A samples and ``positions`` int64 [R] into
-    the block, ascending; ``summary`` of the R rows.
+    the block, ascending; ``summary`` of the R rows, ``hidden`` [R, H] what the head read there.
     """
 
     samples: Tensor
@@ -79,6 +90,7 @@ class SeenStep(NamedTuple):
     row_of: Tensor
     positions: Tensor
     summary: Summary
+    hidden: Tensor
 
 
 class StalledError(RuntimeError):
@@ -100,7 +112,7 @@ def walk(
     on_step: Callable[[SeenStep], None] | None = None,
     has_stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
-    """Walk every sample's tree.
+    """Walk every sample's tree, to a state that is not drafted, or to one that completes the block.
 
     Args:
         hidden: [N, L, H], rows of all nodes of the pass.
@@ -132,7 +144,8 @@ def walk(
         states = tree.tokens[active, node]
         masked = states == MASKED
         row_of, position = masked.nonzero(as_tuple=True)
-        logits = head.logits(hidden[first_segment[active] + node][masked])
+        read = hidden[first_segment[active] + node][masked]
+        logits = head.logits(read)
         counts = commit_counts[active] + root_masked[active] - num_masked(states)
         gumbel = None
         if transition.temperature > 0:
@@ -143,17 +156,15 @@ def walk(
                 counts[row_of],
                 logits.shape[1],
             )
-        drawn = choose(logits, transition.temperature, gumbel)
-        if not bool(torch.isfinite(drawn.probabilities).all()):
-            raise FloatingPointError("the model's logits are not finite at a state of this item")
-        confidence = confidence_of(transition.rule.confidence, logits, transition.temperature, drawn)
-        step = _step(transition.rule, states, drawn, confidence, row_of, position)
+        draws = functools.partial(
+            _choose, transition, logits, states=states, row_of=row_of, position=position
+        )
+        drawn = draws(gumbel)
+        step = _step(transition.rule, states, drawn)
+        if transition.product_tau is not None:
+            step = _largest_admissible(tree.select(active), states, drawn, step, transition.product_tau)
         if transition.accepts_argmax and gumbel is not None:
-            unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
-            confidence = confidence_of(
-                transition.rule.confidence, logits, transition.temperature, unperturbed
-            )
-            argmax = _step(transition.rule, states, unperturbed, confidence, row_of, position)
+            argmax = _step(transition.rule, states, draws(torch.zeros_like(gumbel)))
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
@@ -166,7 +177,7 @@ def walk(
         following = step.following
         if on_step is not None:
             summary = summarize(logits, transition.temperature)
-            on_step(SeenStep(active, states, following, counts, row_of, position, summary))
+            on_step(SeenStep(active, states, following, counts, row_of, position, summary, read))
         roots[active] = following
         if snapshots is not None:
             ends = (found < 0) & (num_masked(following) > 0)
@@ -178,21 +189,59 @@ def walk(
                     snapshot_rows[active][row_of[rows]],
                     position[rows],
                     summarize(logits[rows], transition.temperature),
+                    read[rows],
                 )
-        walks_on = found >= 0
+        walks_on = (found >= 0) & (num_masked(following) > 0)
         if has_stopped is not None:
             walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
 
 
+class _Chosen(NamedTuple):
+    """The tokens chosen at the masked positions of A states, everything [A, L]: ``tokens`` int32 (the state's own
+    where nothing is masked), ``confidence`` fp32 (-inf there), ``margins`` fp32, ``is_argmax`` bool: whether the token
+    is the row's most probable one."""
+
+    tokens: Tensor
+    confidence: Tensor
+    margins: Tensor
+    is_argmax: Tensor
+
+
 class _Step(NamedTuple):
     """One step of A states: ``selected`` bool [A, L], the committed positions; ``following`` int32 [A, L], the next
-    states; ``margins`` fp32 [A, L], the lead of each chosen token."""
+    states; ``chosen``, what was chosen at every masked position."""
 
     selected: Tensor
     following: Tensor
-    margins: Tensor
+    chosen: _Chosen
+
+
+def _choose(
+    transition: TransitionRule,
+    logits: Tensor,
+    gumbel: Tensor | None,
+    *,
+    states: Tensor,
+    row_of: Tensor,
+    position: Tensor,
+) -> _Chosen:
+    """Choose a token at every masked position. Raises FloatingPointError where a probability is not finite."""
+    choice: Choice = choose(logits, transition.temperature, gumbel)
+    if not bool(torch.isfinite(choice.probabilities).all()):
+        raise FloatingPointError("the model's logits are not finite at a state of this item")
+    confidence = torch.full(states.shape, -torch.inf, device=states.device)
+    confidence[row_of, position] = confidence_of(
+        transition.rule.confidence, logits, transition.temperature, choice
+    )
+    tokens = states.clone()
+    tokens[row_of, position] = choice.tokens.to(torch.int32)
+    margins = torch.zeros(states.shape, device=states.device)
+    margins[row_of, position] = choice.margins
+    is_argmax = states != MASKED
+    is_argmax[row_of, position] = logits.gather(1, choice.tokens[:, None]).squeeze(1) == logits.amax(dim=1)
+    return _Chosen(tokens, confidence, margins, is_argmax)
 
 
 def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
@@ -201,43 +250,59 @@ def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
     return _Step(
         torch.where(chosen, first.selected, second.selected),
         torch.where(chosen, first.following, second.following),
-        torch.where(chosen, first.margins, second.margins),
+        _Chosen(
+            *(
+                torch.where(chosen, ours, theirs)
+                for ours, theirs in zip(first.chosen, second.chosen, strict=True)
+            )
+        ),
     )
 
 
-def _step(
-    rule: CommitRule, states: Tensor, choice: Choice, of_rows: Tensor, row_of: Tensor, position: Tensor
-) -> _Step:
-    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L].
-
-    ``of_rows`` fp32 [R] are the confidences of the R rows.
-    """
-    confidence = torch.full(states.shape, -torch.inf, device=states.device)
-    confidence[row_of, position] = of_rows
-    tokens = states.clone()
-    tokens[row_of, position] = choice.tokens.to(torch.int32)
+def _step(rule: CommitRule, states: Tensor, chosen: _Chosen) -> _Step:
+    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
     masked = states == MASKED
-    selected = rule.select(masked, confidence) & masked
+    selected = rule.select(masked, chosen.confidence) & masked
     if not bool(selected.any(dim=1).all()):
         raise StalledError(f"decoder {rule.name!r} opened no position of a state with masks left")
-    margins = torch.zeros(states.shape, device=states.device)
-    margins[row_of, position] = choice.margins
-    return _Step(selected, torch.where(selected, tokens, states), margins)
+    return _Step(selected, torch.where(selected, chosen.tokens, states), chosen)
+
+
+def _largest_admissible(tree: DraftTree, states: Tensor, chosen: _Chosen, step: _Step, floor: float) -> _Step:
+    """``step``, or the largest admissible drafted state of each sample where that commits more; of equals the first."""
+    was_filled = (states != MASKED)[:, None]
+    is_new = (tree.tokens != MASKED) & ~was_filled
+    own = torch.where(is_new, chosen.tokens[:, None], torch.where(was_filled, states[:, None], MASKED))
+    extends = tree.is_node() & (tree.tokens == own).all(dim=-1)
+    log_confidence = chosen.confidence.double().clamp_min(0).log()[:, None]
+    product = torch.where(is_new, log_confidence, 0.0).sum(dim=-1)
+    admissible = extends & (product >= math.log(floor))
+    size = torch.where(admissible, is_new.sum(dim=-1), 0)
+    largest = size.amax(dim=1, keepdim=True)
+    best = (size == largest).to(torch.int8).argmax(dim=1)
+    is_larger = largest.squeeze(1) > step.selected.sum(dim=1)
+    rows = torch.arange(states.shape[0], device=states.device)
+    drafted = _Step(is_new[rows, best], tree.tokens[rows, best], chosen)
+    return _where(is_larger, drafted, step)
 
 
 def _record(steps: list[WalkedSteps], active: Tensor, step: _Step, digests: Tensor) -> None:
-    selected, following, margins = step
+    selected, following, chosen = step
     commits: list[list[tuple[int, int, float]]] = [[] for _ in range(active.shape[0])]
     which, position = selected.nonzero(as_tuple=True)
     for row, at, token, margin in zip(
         which.tolist(),
         position.tolist(),
         following[which, position].tolist(),
-        margins[which, position].tolist(),
+        chosen.margins[which, position].tolist(),
         strict=True,
     ):
         commits[row].append((at, token, margin))
-    for sample, made, digest in zip(active.tolist(), commits, digests.tolist(), strict=True):
+    num_argmax = (selected & chosen.is_argmax).sum(dim=1).tolist()
+    for sample, made, digest, likeliest in zip(
+        active.tolist(), commits, digests.tolist(), num_argmax, strict=True
+    ):
         steps[sample].commits.append(tuple((at, token) for at, token, _ in made))
         steps[sample].margins.append(tuple(margin for _, _, margin in made))
         steps[sample].digests.append(f"{digest % 2**64:016x}")
+        steps[sample].argmax_commits += likeliest

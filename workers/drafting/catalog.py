@@ -14,7 +14,8 @@ class MethodInfo:
 
     ``parameters`` are keys of the method in a grid, given to the builder by name. ``file_key`` is the one of them
     that names its learned or calibrated part, a file ("" where there is none); ``reads`` says what that file holds:
-    ``order_model`` or ``draft_graph``.
+    ``order_model``, ``draft_graph`` or ``set_model``. ``records`` is what a recording must hold beyond the steps for a
+    replay of the method.
     """
 
     name: str
@@ -28,6 +29,7 @@ class MethodInfo:
     decoders: tuple[str, ...] = ("static", "threshold", "factor")
     file_key: str = ""
     reads: str = ""
+    records: tuple[str, ...] = ()
 
 
 METHODS: dict[str, MethodInfo] = {
@@ -162,6 +164,9 @@ DIAGNOSTIC_METHODS: dict[str, MethodInfo] = {
     )
 }
 """Methods that look into a recorded future: `dlmgrid replay` knows them, a live run cannot."""
+
+
+ALL_METHODS: dict[str, MethodInfo] = {**METHODS, **DIAGNOSTIC_METHODS}
 
 
 def get_method(name: str) -> MethodInfo:

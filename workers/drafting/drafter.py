@@ -34,6 +34,7 @@ class DraftInputs:
         rule, temperature, noise: the decoder's own.
         stream: the noise that predictions read: the target's own under coupled verification; None (greedy match):
             none, predictions are the stale argmax.
+        allows_complete: whether a drafted state may have no mask left; only a two-block window verifies such.
     """
 
     roots: Tensor
@@ -45,13 +46,19 @@ class DraftInputs:
     temperature: float
     noise: NoiseTable
     stream: Stream | None
+    allows_complete: bool = False
 
 
 class Drafter(Protocol):
-    """A drafting method with its settings."""
+    """A drafting method with its settings. One that reads hidden states has a true attribute ``reads_hidden``."""
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
-        """Add at most ``tree.budget`` unique states to each planted root, none of them complete."""
+        """Add at most ``tree.budget`` unique states to each planted root; complete ones where inputs allow it."""
+
+
+def reads_hidden(drafter: Drafter) -> bool:
+    """Whether the snapshots of this drafter must hold hidden states."""
+    return bool(getattr(drafter, "reads_hidden", False))
 
 
 class Prediction(NamedTuple):

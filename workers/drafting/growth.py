@@ -80,7 +80,7 @@ def grow(
         hashes=state_hashes(inputs.roots)[:, None],
     )
     own_index = frontier.parents  # where each frontier state stands in the list
-    for depth in range(1, block_length):
+    for depth in range(1, block_length + 1):
         children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor)
         _merge(children)
         listed, is_new = _cut(listed, children, depth)
@@ -140,7 +140,8 @@ def _expand(
     positions = torch.arange(length, device=masked.device)
     core_hashes = torch.where(core, commit_hashes(positions, core_tokens), 0).sum(dim=-1)
 
-    eligible = inputs.rule.eligible(masked & ~core) & (num_masked > step.sum(dim=-1))[..., None]
+    is_inside = num_masked > (0 if inputs.allows_complete else step.sum(dim=-1))
+    eligible = inputs.rule.eligible(masked & ~core) & is_inside[..., None]
     log_q = order_model(core_tokens, eligible, prediction)
     base = (frontier.log_mass + core_log_probability)[..., None] + log_q
     base = torch.where(eligible, base, -torch.inf)

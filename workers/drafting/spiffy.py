@@ -3,7 +3,8 @@
 The k-th masked position by stale confidence and its j-th token stand for the pair (k, j). A node's state is that of
 its first parent with the pairs of its own step added; at T > 0 their tokens are those the target would draw after
 the parent's commits. Nodes whose position rank exceeds the masks left, complete states and states that another node
-already gives are dropped for the round.
+already gives are dropped for the round (complete ones are kept in a two-block
+window).
 
 ``build_pruned`` adds the online pruning of the paper's version 4: all nodes of the graph are scored by the stale
 probabilities of their tokens and the best ones, as many as the budget, are verified. How several children combine is
@@ -79,7 +80,7 @@ class SpiffyDrafter:
             before = nodes[parent].pairs if parent != ROOT else ()
             state = (inputs.roots if parent == ROOT else states[parent]).clone()
             possible = inputs.snapshots.is_valid if parent == ROOT else usable[parent]
-            possible = possible & (masks_left > len(node.pairs))
+            possible = possible & (masks_left >= len(node.pairs) + (not inputs.allows_complete))
             total = nothing if parent == ROOT else log_probability[parent]
             if len(before) not in ranked:
                 ranked[len(before)] = tokens_by_rank(inputs, inputs.commit_counts + len(before), num_ranks)

@@ -34,7 +34,8 @@ the tokens int32 [S, L] put there."""
 
 
 def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) -> None:
-    """Append a chain of at most D states to every root with a valid snapshot, clipped before a complete state."""
+    """Append a chain of at most D states to every root with a valid snapshot, clipped before a complete state
+    where the inputs allow none."""
     states = inputs.roots
     counts = inputs.commit_counts[:, None]
     log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
@@ -42,8 +43,10 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     for depth in range(1, tree.budget + 1):
         prediction = predict(inputs, counts)
         selected, tokens = choose_step(states, prediction, depth)
-        states = torch.where(selected, tokens, states)
         grows = grows & (num_masked(states) > 0)
+        states = torch.where(selected, tokens, states)
+        if not inputs.allows_complete:
+            grows = grows & (num_masked(states) > 0)
         if not bool(grows.any()):
             return
         probabilities = prediction.first_probability[:, 0].double()

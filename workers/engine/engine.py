@@ -103,6 +103,11 @@ class Engine:
         """Width of the logits: the vocabulary rounded up to whole 64s."""
         return self.weights.head.shape[0]
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the rows that :meth:`forward` returns."""
+        return self.config.hidden_size
+
     def cached_length(self, slot: int) -> int:
         """Positions of ``slot`` that hold stored keys and values, from 0."""
         return self._cached[slot]

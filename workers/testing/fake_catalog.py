@@ -22,6 +22,7 @@ class FakeMethod:
     title: str
     parameters: tuple[str, ...] = ()
     file_key: str = ""
+    decoders: tuple[str, ...] = ("static", "threshold", "factor")
 
 
 METHODS = {

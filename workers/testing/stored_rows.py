@@ -88,6 +88,7 @@ def make_row(
         rounds=len(accepted),
         accepted_per_round=sum(accepted) / len(accepted),
         accepted=accepted,
+        argmax_commits=len(tokens),
         drafted_nodes=cell.budget * len(accepted),
         rows_computed=(len(accepted) * (cell.budget + 1) + 3) * cell.block_length,
         recompute_ratio=1.0,

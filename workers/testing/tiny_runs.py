@@ -43,6 +43,7 @@ def tiny_decode(
     num_items: int = 4,
     max_in_flight: int = 3,
     recorder: TrajectoryRecorder | None = None,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> list[Generation]:
     """Decode items on the tiny target under a cell, whose budget is used where there is a drafter."""
     settings = DecodeSettings(
@@ -52,17 +53,28 @@ def tiny_decode(
         temperature=cell.temperature,
         rule=build_rule(cell),
         noise=NoiseTable(cell.seed, cell.noise),
-        stop_token_ids=(),
+        stop_token_ids=stop_token_ids,
         verification=cell.verification,
+        fused_commit=cell.fused_commit,
+        window="" if drafter is None else cell.window,
+        product_tau=cell.product_tau,
+        records_window=recorder is not None and recorder.records_window,
     )
     target = TinyTarget(block_length=8, vocab_size=40, num_slots=3)
     decoder = Decoder(target, drafter or none.build(), settings, recorder)
     return decoder.decode(tiny_prompts(num_items), max_in_flight)
 
 
-def record_tiny_runs(path: Path, num_items: int, **settings: Any) -> None:
+def record_tiny_runs(
+    path: Path,
+    num_items: int,
+    *,
+    records: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    **settings: Any,
+) -> None:
     """Record draft-free runs under :func:`tiny_cell` into the trajectory file ``path``."""
     cell = tiny_cell(**settings)
-    recorder = TrajectoryRecorder()
-    tiny_decode(cell, None, num_items=num_items, recorder=recorder)
+    recorder = TrajectoryRecorder(records, stop_token_ids)
+    tiny_decode(cell, None, num_items=num_items, recorder=recorder, stop_token_ids=stop_token_ids)
     recorder.write(path, cell, [(prompt.item_id, prompt.repeat) for prompt in tiny_prompts(num_items)])

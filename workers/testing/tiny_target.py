@@ -50,6 +50,11 @@ class TinyTarget:
         self.pair = random_pair if pair is None else pair
         self.num_forwards = 0
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the rows that :meth:`forward` returns."""
+        return self.vocab_size
+
     def forward(
         self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
     ) -> Tensor:

@@ -12,7 +12,13 @@ import pyarrow.parquet as pq
 
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.tables import TRAJECTORIES, check_schema
+from dlmgrid.workers.tables import (
+    TRAJECTORIES,
+    TRAJECTORY_HIDDEN,
+    TRAJECTORY_NEXT_HIDDEN,
+    TRAJECTORY_WINDOW,
+    check_schema,
+)
 from dlmgrid.workers.units import Key
 
 
@@ -67,6 +73,29 @@ def open_trajectories(path: Path) -> pq.ParquetFile:
         ) from error
     check_schema(str(path), file, TRAJECTORIES)
     return file
+
+
+def wanted_columns(path: Path, file: pq.ParquetFile, records: Sequence[str]) -> list[str]:
+    """The columns of a file to read: its fixed ones and those of ``records``.
+
+    Raises InputError where the file lacks what is asked for.
+    """
+    names = list(TRAJECTORIES.names)
+    found = set(file.schema_arrow.names)
+    optional = {
+        "window": TRAJECTORY_WINDOW,
+        "hidden": TRAJECTORY_HIDDEN + (TRAJECTORY_NEXT_HIDDEN if "window" in records else ()),
+    }
+    for record in records:
+        columns = [column.name for column in optional[record]]
+        if not found.issuperset(columns):
+            what = {"window": "the next block beside each state", "hidden": "hidden states"}[record]
+            wanted = ", ".join(records)
+            raise InputError(
+                f"{path} holds nothing of {what}; record it with record: [{wanted}] in the grid, into a new folder"
+            )
+        names += columns
+    return names
 
 
 def read_generation(

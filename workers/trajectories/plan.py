@@ -15,7 +15,8 @@ class ReplayWork:
     """One canonical cell to replay on the recorded generations of ``keys``.
 
     ``checkpoint`` and ``inputs`` are the model's folder and the file of items for live decoding; "" where none is
-    asked for. ``drafter_path`` is the file of the drafter's learned or calibrated part, "" where it has none.
+    asked for. ``drafter_path`` is the file of the drafter's learned or calibrated part, "" where it has none;
+    ``records`` what of the recording is needed beyond its steps.
     """
 
     cell: Cell
@@ -23,6 +24,7 @@ class ReplayWork:
     checkpoint: str = ""
     inputs: str = ""
     drafter_path: str = ""
+    records: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,7 @@ class ReplayPlan:
                     **work,
                     "cell": Cell.from_dict(work["cell"]),
                     "keys": tuple(Key(**key) for key in work["keys"]),
+                    "records": tuple(work["records"]),
                 }
             )
             for work in values["works"]

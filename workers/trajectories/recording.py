@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from dlmgrid.kernels.logits import Summary
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.decoder import Prompt
 from dlmgrid.workers.decoding.verification import SeenStep
-from dlmgrid.workers.tables import TRAJECTORIES
+from dlmgrid.workers.tables import trajectory_schema
 
 _Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+RECORDABLE = ("window", "hidden")
+"""What may be recorded beyond the steps: the fresh next block beside every state, and hidden states."""
+
+
+def _nothing() -> _Array:
+    return np.zeros(0, np.float32)
+
+
+@dataclass(kw_only=True, slots=True)
 class _Step:
     """One step of one sample; m masked positions. The names are those of the table's columns."""
 
@@ -40,12 +49,29 @@ class _Step:
     log_tempered_mass: _Array
     commit_positions: _Array  # int32 [commits]
     commit_tokens: _Array
+    hidden: _Array  # fp32 [m * H], empty where not recorded
+    # of the fresh next block; L times as many, empty where not recorded or past the canvas
+    next_token_ids: _Array = field(default_factory=_nothing)
+    next_probabilities: _Array = field(default_factory=_nothing)
+    next_entropy: _Array = field(default_factory=_nothing)
+    next_tail_mass: _Array = field(default_factory=_nothing)
+    next_log_tempered_mass: _Array = field(default_factory=_nothing)
+    next_hidden: _Array = field(default_factory=_nothing)
 
 
 class TrajectoryRecorder:
-    """Keeps the steps of the prompts it is shown; a prompt that starts again is recorded anew."""
+    """Keeps the steps of the prompts it is shown; a prompt that starts again is recorded anew.
 
-    def __init__(self) -> None:
+    Args:
+        records: what to keep beyond the steps, names of ``RECORDABLE``. A ``window`` is kept where the decoder shows
+            it (``DecodeSettings.records_window``).
+        stop_token_ids: of the decode; replay of a window needs them.
+    """
+
+    def __init__(self, records: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> None:
+        self.records_window = "window" in records
+        self.records_hidden = "hidden" in records
+        self.stop_token_ids = tuple(stop_token_ids)
         self._steps: dict[tuple[str, int], list[_Step]] = {}
         self._prompts: dict[tuple[str, int], Prompt] = {}
 
@@ -62,6 +88,7 @@ class TrajectoryRecorder:
         entropy, tail = _numpy(summary.entropy), _numpy(summary.tail_mass)
         log_tempered = _numpy(summary.log_tempered_mass)
         states, following = _numpy(step.states), _numpy(step.following)
+        hidden = _numpy(step.hidden.float()) if self.records_hidden else None
         starts, counts = block_starts.tolist(), step.commit_counts.tolist()
         for index, sample in enumerate(step.samples.tolist()):
             prompt, rows = prompts[sample], row_of == index
@@ -78,8 +105,20 @@ class TrajectoryRecorder:
                     log_tempered_mass=log_tempered[rows],
                     commit_positions=committed,
                     commit_tokens=following[index][committed],
+                    hidden=_nothing() if hidden is None else hidden[rows].reshape(-1),
                 )
             )
+
+    def record_next(self, prompt: Prompt, summary: Summary, hidden: Tensor) -> None:
+        """Keep the L rows of the fresh next block behind the state of the prompt's last recorded step."""
+        step = self._steps[prompt.item_id, prompt.repeat][-1]
+        step.next_token_ids = _numpy(summary.token_ids, np.int32).reshape(-1)
+        step.next_probabilities = _numpy(summary.probabilities).reshape(-1)
+        step.next_entropy = _numpy(summary.entropy)
+        step.next_tail_mass = _numpy(summary.tail_mass)
+        step.next_log_tempered_mass = _numpy(summary.log_tempered_mass)
+        if self.records_hidden:
+            step.next_hidden = _numpy(hidden.float()).reshape(-1)
 
     def write(self, path: Path, cell: Cell, keys: Sequence[tuple[str, int]]) -> None:
         """Write the generations of ``keys`` (item, repeat), whole or not at all.
@@ -88,13 +127,38 @@ class TrajectoryRecorder:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".part")
-        with pq.ParquetWriter(partial, TRAJECTORIES, compression="zstd", version="2.6") as writer:
+        schema = trajectory_schema(window=self.records_window, hidden=self.records_hidden)
+        with pq.ParquetWriter(partial, schema, compression="zstd", version="2.6") as writer:
             for key in keys:
-                table = _table(cell, self._prompts[key], self._steps[key])
+                table = self._table(schema, cell, self._prompts[key], self._steps[key])
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+
+    def _table(self, schema: pa.Schema, cell: Cell, prompt: Prompt, steps: Sequence[_Step]) -> pa.Table:
+        constant: Mapping[str, Any] = cell.to_dict() | {
+            "cell_key": cell.cell_key,
+            "seed": str(cell.seed),
+            "item_id": prompt.item_id,
+            "repeat": prompt.repeat,
+            "prompt_tokens": len(prompt.token_ids),
+            "num_steps": len(steps),
+        }
+        columns = []
+        for column in schema:
+            if column.name in constant:
+                columns.append(pa.repeat(pa.scalar(constant[column.name], column.type), len(steps)))
+            elif column.name == "stop_token_ids":
+                stops = np.array(self.stop_token_ids, np.int32)
+                columns.append(_lists([stops] * len(steps), column.type))
+            elif column.name == "step":
+                columns.append(pa.array(range(len(steps)), column.type))
+            elif pa.types.is_list(column.type):
+                columns.append(_lists([getattr(step, column.name) for step in steps], column.type))
+            else:
+                columns.append(pa.array([getattr(step, column.name) for step in steps], column.type))
+        return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _numpy(values: Tensor, dtype: Any = None) -> _Array:
@@ -102,30 +166,8 @@ def _numpy(values: Tensor, dtype: Any = None) -> _Array:
     return array if dtype is None else array.astype(dtype)
 
 
-def _table(cell: Cell, prompt: Prompt, steps: Sequence[_Step]) -> pa.Table:
-    constant: Mapping[str, Any] = cell.to_dict() | {
-        "cell_key": cell.cell_key,
-        "seed": str(cell.seed),
-        "item_id": prompt.item_id,
-        "repeat": prompt.repeat,
-        "prompt_tokens": len(prompt.token_ids),
-        "num_steps": len(steps),
-    }
-    columns = []
-    for field in TRAJECTORIES:
-        if field.name in constant:
-            columns.append(pa.repeat(pa.scalar(constant[field.name], field.type), len(steps)))
-        elif field.name == "step":
-            columns.append(pa.array(range(len(steps)), field.type))
-        elif pa.types.is_list(field.type):
-            columns.append(_lists([getattr(step, field.name) for step in steps], field.type))
-        else:
-            columns.append(pa.array([getattr(step, field.name) for step in steps], field.type))
-    return pa.Table.from_arrays(columns, schema=TRAJECTORIES)
-
-
 def _lists(arrays: Sequence[_Array], kind: pa.DataType) -> pa.Array:
     """A list column from one array a row, without going through Python numbers."""
     offsets = np.concatenate(([0], np.cumsum([len(array) for array in arrays]))).astype(np.int32)
-    values = pa.array(np.concatenate(arrays), kind.value_type)
+    values = pa.array(np.concatenate(arrays), kind.value_type, safe=False)
     return pa.ListArray.from_arrays(offsets, values, type=kind)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.commit_rules import build_rule
-from dlmgrid.workers.decoding.decoder import VERIFICATIONS
+from dlmgrid.workers.decoding.decoder import VERIFICATIONS, canvas_length
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.decoding.window import WindowTrees, crosses, draft_round, refreshes, wants_following
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
@@ -52,7 +53,10 @@ DraftWithFuture = Callable[[DraftInputs, DraftTree, Future], None]
 
 @dataclass(kw_only=True, slots=True)
 class Replayed:
-    """The cost of one generation under a drafter; the names are those of the decoder's ``Generation``."""
+    """The cost of one generation under a drafter; the names are those of the decoder's ``Generation``.
+
+    ``depths`` and ``widths``, an entry a round: steps to the deepest drafted node, and nodes of the fullest depth.
+    """
 
     item_id: str
     repeat: int
@@ -63,6 +67,8 @@ class Replayed:
     drafted_nodes: int = 0
     rows_computed: int = 0
     accepted: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
 
     @property
     def nfe_total(self) -> int:
@@ -93,6 +99,13 @@ class ReplayBatch:
             tail_mass=torch.cat([t.tail_mass for t in trajectories]),
             log_tempered_mass=torch.cat([t.log_tempered_mass for t in trajectories]),
             is_valid=torch.ones(self.states.shape[0], dtype=torch.bool),
+            hidden=_joined([t.hidden for t in trajectories]),
+        )
+        windows = [t.window for t in trajectories if t.window is not None]
+        self.next_snapshots = joined_snapshots([w.snapshots for w in windows]) if windows else None
+        self.stop_token_ids = windows[0].stop_token_ids if windows else ()
+        self.canvases = torch.tensor(
+            [canvas_length(t.prompt_tokens, self.cell.gen_length, self.block_length) for t in trajectories]
         )
         num_steps = torch.tensor([t.num_steps for t in trajectories])
         self.ends = num_steps.cumsum(0)
@@ -101,6 +114,7 @@ class ReplayBatch:
         self.sample_of_step = torch.arange(len(trajectories)).repeat_interleave(num_steps)
         self.identities = [(t.item_id, t.repeat, t.prompt_tokens) for t in trajectories]
         self.final_tokens, self.committed_at = self._look_ahead()
+        self._next_firsts = self._find_next_firsts()
 
     def _look_ahead(self) -> tuple[Tensor, Tensor]:
         """The finished block int32 [N, L] of each step, and the step that commits each position int64 [N, L]
@@ -118,17 +132,34 @@ class ReplayBatch:
             first = step + 1
         return tokens, committed_at
 
+    def _find_next_firsts(self) -> Tensor:
+        num_steps = len(self.commits)
+        found, ahead = torch.arange(num_steps), num_steps
+        for step in range(num_steps - 1, -1, -1):
+            is_mine = ahead < num_steps and self.sample_of_step[ahead] == self.sample_of_step[step]
+            found[step] = ahead if is_mine else step
+            if self.starts_block(step):
+                ahead = step
+        return found
+
     def starts_block(self, step: int) -> bool:
         """Whether the step is the first of its block."""
         return bool(self.commit_counts[step] == 0)
 
-    def inputs(self, cell: Cell, samples: Tensor, steps: Tensor, age: int = 1) -> DraftInputs:
+    def inputs(
+        self, cell: Cell, samples: Tensor, steps: Tensor, age: int = 1, looked: Tensor | None = None
+    ) -> DraftInputs:
         """What a drafter of ``cell`` reads when ``samples`` int64 [A] are about to take ``steps`` int64 [A].
 
         ``age`` is how many steps ago the snapshot was made; it must lie in the same block where it is valid.
+        ``looked`` int64 [A] is the step beside which the block was looked at before it began, -1 for none: what its
+        first round is drafted from.
         """
         snapshots = self.snapshots.select((steps - age).clamp_min(0))
         snapshots.is_valid = self.commit_counts[steps] > 0
+        if looked is not None and self.next_snapshots is not None:
+            fresh = ((self.commit_counts[steps] == 0) & (looked >= 0)).nonzero().flatten()
+            snapshots.take(fresh, self.next_snapshots, looked[fresh])
         return DraftInputs(
             roots=self.states[steps],
             commit_counts=self.commit_counts[steps],
@@ -141,6 +172,17 @@ class ReplayBatch:
             stream=VERIFICATIONS[cell.verification],
         )
 
+    def looked_at(self, looked: Tensor) -> Snapshots:
+        """What is known of the next block of samples that last looked at it beside the steps ``looked`` int64 [A]."""
+        assert self.next_snapshots is not None
+        found = self.next_snapshots.select(looked.clamp_min(0))
+        found.is_valid = found.is_valid & (looked >= 0)
+        return found
+
+    def next_firsts(self, steps: Tensor) -> Tensor:
+        """int64 [A]: the first step of the block after that of each step; the step itself where there is none."""
+        return self._next_firsts[steps]
+
     def future(self, steps: Tensor) -> Future:
         """What happens after each of ``steps``."""
         committed_at = self.committed_at[steps]
@@ -151,64 +193,178 @@ class ReplayBatch:
         )
 
     def replay(self, cell: Cell, draft: DraftWithFuture) -> list[Replayed]:
-        """Replay every generation under ``cell``'s budget and verification.
+        """Replay every generation under ``cell``'s budget, verification and passes.
 
         Args:
-            cell: a canonical cell that differs from the recorded one in drafter, budget and verification only.
+            cell: a canonical cell that differs from the recorded one in drafter, budget, verification and passes only.
             draft: fills trees; not called at budget 0.
 
         Raises:
-            ValueError: the cell's serialized run is not the recorded one, or its verification cannot be replayed.
+            ValueError: the cell's serialized run is not the recorded one, its verification cannot be replayed, or it
+                needs a window that was not loaded.
         """
         if cell.reference().cell_key != self.cell.cell_key:
             raise ValueError("the cell has another serialized run than the recorded one")
-        if cell.verification not in REPLAYABLE:
+        if cell.verification not in REPLAYABLE or cell.product_tau is not None:
             raise ValueError(f"verification {cell.verification!r} cannot be replayed")
-        results = [self._start(index) for index in range(len(self.identities))]
-        samples, steps = torch.arange(len(results)), self.firsts.clone()
-        while samples.numel():
-            tree = DraftTree(samples.numel(), cell.budget, self.block_length, self.states.device)
-            tree.plant(self.states[steps])
-            if cell.budget > 0:
-                draft(self.inputs(cell, samples, steps), tree, self.future(steps))
-            accepted = self._walk(tree, samples, steps)
-            for sample, count, nodes in zip(
-                samples.tolist(), accepted.tolist(), tree.num_nodes.tolist(), strict=True
-            ):
-                result = results[sample]
-                result.nfe_denoise += 1
-                result.accepted.append(count)
-                result.drafted_nodes += nodes - 1
-                result.rows_computed += nodes * self.block_length
-            steps = steps + accepted + 1
-            goes_on = steps < self.ends[samples]
-            samples, steps = samples[goes_on], steps[goes_on]
-        return results
+        if cell.window and self.next_snapshots is None:
+            raise ValueError(f"window {cell.window!r} needs trajectories loaded with their window")
+        return CellReplay(self, cell, draft).run()
 
-    def _start(self, index: int) -> Replayed:
-        """The passes that no drafter changes: the prefill of whole prompt blocks, and one commit pass a block."""
+    def start(self, index: int) -> Replayed:
+        """The passes before the first block: the prefill of whole prompt blocks."""
         item_id, repeat, prompt_tokens = self.identities[index]
-        steps = slice(int(self.firsts[index]), int(self.ends[index]))
-        num_blocks = int((self.commit_counts[steps] == 0).sum())
-        prefilled = int(self.block_starts[steps.start])
+        prefilled = int(self.block_starts[self.firsts[index]])
         return Replayed(
             item_id=item_id,
             repeat=repeat,
             prompt_tokens=prompt_tokens,
             nfe_prefill=int(prefilled > 0),
-            nfe_commit=num_blocks,
-            rows_computed=prefilled + num_blocks * self.block_length,
+            nfe_commit=0,
+            rows_computed=prefilled,
         )
 
-    def _walk(self, tree: DraftTree, samples: Tensor, steps: Tensor) -> Tensor:
-        """Accepted nodes int64 [A]: how many states after the root, in its block, the tree holds one after another."""
-        accepted = torch.zeros_like(steps)
+    def walk(self, tree: DraftTree, samples: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Walk the trees of ``samples`` int64 [A], whose roots are about to take ``steps`` int64 [A].
+
+        Returns int64 [A], the steps taken in the block, at least one; and bool [A], whether the last one led to a
+        drafted state that completes the block.
+        """
+        taken = torch.ones_like(steps)
+        completes = torch.zeros_like(steps, dtype=torch.bool)
         walking = torch.arange(samples.numel())
         while walking.numel():
-            following = steps[walking] + accepted[walking] + 1
+            following = steps[walking] + taken[walking]
             is_inside = following < self.ends[samples[walking]]
             is_inside &= self.commit_counts[following.clamp_max(len(self.commits) - 1)] > 0
-            walking, following = walking[is_inside], following[is_inside]
-            walking = walking[tree.find(walking, self.states[following]) >= 0]
-            accepted[walking] += 1
-        return accepted
+            inside = self.states[following.clamp_max(len(self.commits) - 1)]
+            states = torch.where(is_inside[:, None], inside, self.final_tokens[steps[walking]])
+            is_drafted = tree.find(walking, states) >= 0
+            completes[walking[is_drafted & ~is_inside]] = True
+            walking = walking[is_drafted & is_inside]
+            taken[walking] += 1
+        return taken, completes
+
+
+class CellReplay:
+    """The replay of one cell on a batch: the loop of the decoder, without its passes."""
+
+    def __init__(self, batch: ReplayBatch, cell: Cell, draft: DraftWithFuture) -> None:
+        self._batch = batch
+        self._cell = cell
+        self._draft = draft
+        self._results = [batch.start(index) for index in range(len(batch.identities))]
+        self._looked = torch.full((len(self._results),), -1, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def run(self) -> list[Replayed]:
+        """All rounds of all generations."""
+        batch = self._batch
+        samples, steps = torch.arange(len(self._results)), batch.firsts.clone()
+        while samples.numel():
+            steps = self._round(samples, steps)
+            goes_on = steps < batch.ends[samples]
+            samples, steps = samples[goes_on], steps[goes_on]
+        return self._results
+
+    def _round(self, samples: Tensor, steps: Tensor) -> Tensor:
+        """One round of ``samples`` int64 [A]; the steps int64 [A] that they take next."""
+        batch, cell, length = self._batch, self._cell, self._batch.block_length
+        looked = self._looked[samples]
+        first_rounds = looked if refreshes(cell.window) else None
+        inputs = batch.inputs(cell, samples, steps, looked=first_rounds)
+        starts_block = batch.commit_counts[steps] == 0
+        looked = torch.where(starts_block, -1, looked)
+        has_next = batch.block_starts[steps] + length < batch.canvases[samples]
+        trees = draft_round(
+            self._drafting(samples, steps),
+            inputs,
+            budget=cell.budget,
+            window=cell.window,
+            next_snapshots=batch.looked_at(looked) if crosses(cell.window) else None,
+            has_next=has_next,
+            stop_token_ids=self._stops,
+        )
+        rows = trees.num_segments()
+        if cell.window:
+            looks = wants_following(inputs, cell.budget, has_next, self._stops) & (trees.complete < 0)
+            rows = rows + looks
+            looked = torch.where(looks, steps, looked)
+        taken, completes = batch.walk(trees.current, samples, steps)
+        entered = completes & trees.enters
+        if trees.following is not None and bool(entered.any()):
+            inside = entered.nonzero().flatten()
+            more, _ = batch.walk(
+                trees.following.select(inside), samples[inside], steps[inside] + taken[inside]
+            )
+            taken[inside] += more
+            looked[inside] = -1
+        self._looked[samples] = looked
+        following = steps + taken
+        self._count(samples, steps, taken, trees, rows)
+        self._count_commits(samples, steps, following, completes)
+        return following
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return self._batch.stop_token_ids if self._cell.stop == "eos" else ()
+
+    def _drafting(self, samples: Tensor, steps: Tensor) -> Callable[[DraftInputs, DraftTree], None]:
+        """The drafter of this round; a diagnostic one looks ahead from the block that it is asked about."""
+        batch, draft = self._batch, self._draft
+
+        def run(inputs: DraftInputs, tree: DraftTree) -> None:
+            is_next = inputs.block_starts > batch.block_starts[steps]
+            at = torch.where(is_next, batch.next_firsts(steps), steps)
+            draft(inputs, tree, batch.future(at))
+
+        return run
+
+    def _count(self, samples: Tensor, steps: Tensor, taken: Tensor, trees: WindowTrees, rows: Tensor) -> None:
+        depth, width = tree_shape(trees.current)
+        for index, sample in enumerate(samples.tolist()):
+            result = self._results[sample]
+            result.nfe_denoise += 1
+            result.accepted.append(int(taken[index]) - 1)
+            result.drafted_nodes += int(trees.num_drafted()[index])
+            result.rows_computed += int(rows[index]) * self._batch.block_length
+            result.depths.append(int(depth[index]))
+            result.widths.append(int(width[index]))
+
+    def _count_commits(self, samples: Tensor, steps: Tensor, following: Tensor, completes: Tensor) -> None:
+        """The commit pass of each block that this round ended without a draft that completes it."""
+        batch = self._batch
+        is_over = following >= batch.ends[samples]
+        last = following.clamp_max(len(batch.commits) - 1)
+        begins = is_over | (batch.commit_counts[last] == 0)  # the walk stands at the end of a block
+        beyond = batch.block_starts[(following - 1)] > batch.block_starts[steps]  # of the next block, entered
+        needs_pass = begins & (~completes | beyond)
+        for index in needs_pass.nonzero().flatten().tolist():
+            result = self._results[int(samples[index])]
+            result.rows_computed += batch.block_length
+            if bool(is_over[index]) or not self._cell.fused_commit:
+                result.nfe_commit += 1
+
+
+def tree_shape(tree: DraftTree) -> tuple[Tensor, Tensor]:
+    """int64 [S] each: steps from the root to the deepest node, and nodes of the fullest depth; 0 for a bare root."""
+    is_node = tree.is_node()
+    is_node[:, 0] = False
+    depths = torch.where(is_node, tree.depths.long(), 0)
+    counts = torch.zeros(depths.shape[0], int(depths.max()) + 1, dtype=torch.int64)
+    counts.scatter_add_(1, depths, is_node.long())
+    return depths.amax(dim=1), counts.amax(dim=1)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
+
+
+def joined_snapshots(parts: Sequence[Snapshots]) -> Snapshots:
+    """Snapshots of all rows, one struct after another."""
+    names = ("masked", "token_ids", "probabilities", "entropy", "tail_mass", "log_tempered_mass", "is_valid")
+    return Snapshots.of(
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
+        hidden=_joined([part.hidden for part in parts]),
+    )

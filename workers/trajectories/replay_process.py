@@ -41,11 +41,11 @@ def drafting_of(cell: Cell, drafter_path: str = "") -> DraftWithFuture:
     return lambda inputs, tree, future: drafter.draft(inputs, tree)
 
 
-def batches(files: Sequence[Path], keys: set[Key]) -> Iterator[ReplayBatch]:
-    """The generations of ``keys`` in files of one recorded cell, up to 64 at a time."""
+def batches(files: Sequence[Path], keys: set[Key], records: Sequence[str]) -> Iterator[ReplayBatch]:
+    """The generations of ``keys`` in files of one recorded cell, up to 64 at a time, with what ``records`` names."""
     waiting: list[Trajectory] = []
     for path in files:
-        for trajectory in load_trajectories(path):
+        for trajectory in load_trajectories(path, records=records):
             if Key(trajectory.item_id, trajectory.repeat) in keys:
                 waiting.append(trajectory)
             if len(waiting) == BATCH:
@@ -63,7 +63,8 @@ def replay_cells(files: Sequence[Path], works: Sequence[ReplayWork]) -> list[lis
     rows: list[dict[Key, Row]] = [{} for _ in works]
     drafts = [drafting_of(work.cell, work.drafter_path) for work in works]
     wanted = {key for work in works for key in work.keys}
-    for batch in batches(files, wanted):
+    records = sorted({record for work in works for record in work.records})
+    for batch in batches(files, wanted, records):
         for work, draft, found in zip(works, drafts, rows, strict=True):
             for index, replayed in enumerate(batch.replay(work.cell, draft)):
                 num_steps = int(batch.ends[index] - batch.firsts[index])
@@ -107,6 +108,8 @@ def _row(cell: Cell, replayed: Replayed, num_steps: int) -> Row:
         "rounds": replayed.nfe_denoise,
         "accepted": replayed.accepted,
         "accepted_per_round": sum(replayed.accepted) / len(replayed.accepted),
+        "depth_per_round": sum(replayed.depths) / len(replayed.depths),
+        "width_per_round": sum(replayed.widths) / len(replayed.widths),
         "drafted_nodes": replayed.drafted_nodes,
         "rows_computed": replayed.rows_computed,
         "agrees_with_live": None,

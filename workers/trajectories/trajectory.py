@@ -22,11 +22,26 @@ from torch import Tensor
 from dlmgrid.kernels.logits import NUM_CANDIDATES
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.decoding.noise import NoiseTable
+from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.trajectories.files import open_trajectories, read_generation, trajectory_files
+from dlmgrid.workers.trajectories.files import (
+    open_trajectories,
+    read_generation,
+    trajectory_files,
+    wanted_columns,
+)
 
 Commits = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextBlocks:
+    """The fresh block after each step's own: ``snapshots`` of n rows, not valid at the end of the canvas, and the stop
+    ids of the decode."""
+
+    snapshots: Snapshots
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +56,8 @@ class Trajectory:
         token_ids: int64 [n, L, 32]; probabilities: fp32 [n, L, 32], as ``kernels.logits.Summary`` orders them.
         entropy, tail_mass, log_tempered_mass: fp32 [n, L]. Values are zero where the state is not masked.
         commits: per step its (position in the block, token) pairs, sorted by position.
+        hidden: fp32 [n, L, H], zero where the state is not masked; None unless asked for.
+        window: what a window of two blocks says of the fresh next block beside each state; None unless asked for.
         settings: the fields of the draft-free ``Cell``, with its ``cell_key``.
     """
 
@@ -60,6 +77,8 @@ class Trajectory:
     log_tempered_mass: Tensor
     commits: tuple[Commits, ...]
     settings: dict[str, Any]
+    hidden: Tensor | None = None
+    window: NextBlocks | None = None
 
     @property
     def num_steps(self) -> int:
@@ -71,21 +90,27 @@ class Trajectory:
         return Cell.from_dict({name: self.settings[name] for name in CELL_FIELDS})
 
 
-def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
+def load_trajectories(path: Path | str, *, records: Sequence[str] = ()) -> Iterator[Trajectory]:
     """The trajectories of a recorded folder, or of one file, one generation at a time.
 
+    Args:
+        records: what is needed beyond the steps: ``hidden``, ``window``.
+
     Raises:
-        InputError: nothing is recorded there, or a file is truncated, incomplete or of another schema version.
+        InputError: nothing is recorded there, a file is truncated, incomplete or of another schema version, or it
+            lacks what ``records`` names.
     """
     for file_path in trajectory_files(Path(path)):
         file = open_trajectories(file_path)
+        columns = wanted_columns(file_path, file, records)
         for group in range(file.num_row_groups):
-            yield _trajectory(file_path, read_generation(file_path, file, group))
+            yield _trajectory(file_path, read_generation(file_path, file, group, columns), records)
 
 
-def _trajectory(path: Path, table: pa.Table) -> Trajectory:
+def _trajectory(path: Path, table: pa.Table, records: Sequence[str]) -> Trajectory:
     """The generation held by one row group."""
-    first = table.select([name for name in table.column_names if name not in _PER_STEP]).slice(0, 1)
+    constant = ("item_id", "repeat", "prompt_tokens", "num_steps", "cell_key", *CELL_FIELDS)
+    first = table.select(list(constant)).slice(0, 1)
     row: dict[str, Any] = first.to_pylist()[0]
     num_steps, block_length = row["num_steps"], row["block_length"]
     if table["step"].to_pylist() != list(range(num_steps)):
@@ -123,13 +148,40 @@ def _trajectory(path: Path, table: pa.Table) -> Trajectory:
             )
         ),
         settings=settings,
+        hidden=_hidden(table, "hidden", masked) if "hidden" in records else None,
+        window=_next_blocks(table, block_length, records) if "window" in records else None,
     )
 
 
-_PER_STEP: Sequence[str] = (
-    "step", "block_start", "commit_count", "state", "token_ids", "probabilities", "entropy", "tail_mass",
-    "log_tempered_mass", "commit_positions", "commit_tokens",
-)  # fmt: skip
+def _hidden(table: pa.Table, name: str, masked: Tensor) -> Tensor:
+    """fp32 [n, L, H] from the H numbers of each of the masked positions, in their order."""
+    values = torch.from_numpy(_values(table, name).copy()).view(int(masked.sum()), -1)
+    out = torch.zeros((*masked.shape, values.shape[1]))
+    out[masked] = values
+    return out
+
+
+def _next_blocks(table: pa.Table, block_length: int, records: Sequence[str]) -> NextBlocks:
+    lengths = table["next_entropy"].combine_chunks().value_lengths().to_pylist()
+    exists = torch.tensor(lengths) > 0
+    masked = exists[:, None].expand(-1, block_length).clone()
+
+    def scattered(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        out = torch.zeros((*masked.shape, *shape), dtype=dtype)
+        out[masked] = torch.from_numpy(_values(table, name).copy()).view(-1, *shape).to(dtype)
+        return out
+
+    snapshots = Snapshots.of(
+        masked=masked,
+        token_ids=scattered("next_token_ids", torch.int64, NUM_CANDIDATES),
+        probabilities=scattered("next_probabilities", torch.float32, NUM_CANDIDATES),
+        entropy=scattered("next_entropy", torch.float32),
+        tail_mass=scattered("next_tail_mass", torch.float32),
+        log_tempered_mass=scattered("next_log_tempered_mass", torch.float32),
+        is_valid=exists,
+        hidden=_hidden(table, "next_hidden", masked) if "hidden" in records else None,
+    )
+    return NextBlocks(snapshots=snapshots, stop_token_ids=tuple(table["stop_token_ids"][0].as_py()))
 
 
 def _values(table: pa.Table, name: str) -> np.ndarray[Any, Any]:

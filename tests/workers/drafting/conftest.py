@@ -16,9 +16,9 @@ from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectorie
 def tiny_runs(tmp_path: Path) -> Callable[..., list[Trajectory]]:
     """Recorded runs of the tiny target, in memory; settings are those of a cell."""
 
-    def runs(num_items: int = 12, **settings: Any) -> list[Trajectory]:
+    def runs(num_items: int = 12, records: tuple[str, ...] = (), **settings: Any) -> list[Trajectory]:
         path = tmp_path / "runs.parquet"
-        record_tiny_runs(path, num_items, **settings)
-        return list(load_trajectories(path))
+        record_tiny_runs(path, num_items, records=records, **settings)
+        return list(load_trajectories(path, records=records))
 
     return runs
