@@ -120,6 +120,10 @@ def _children(states: Tensor, prediction: SetPrediction, *, complete: bool) -> t
     left = masked[..., None, :] & ~sets
     log_gain = chosen + torch.where(left, (1 - inclusion).log()[..., None, :], 0.0).sum(dim=-1)
     possible = sets.any(dim=-1) & (complete | left.any(dim=-1))
+    flipped = torch.tensor(
+        [0, *range(1, NUM_FLIPPED + 1), 2, 0], device=states.device
+    )  # masks that each needs
+    possible &= masked.sum(dim=-1)[..., None] >= flipped
     first_at_weakest = torch.where(hedged, prediction.first_probability, 0.0).sum(dim=-1)
     possible[..., -1] &= first_at_weakest < HEDGE_BELOW
     reached = torch.where(sets, tokens, states[..., None, :])

@@ -82,7 +82,8 @@ class SetExamples:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetEvaluation:
     """On held-out prompts: the weighted loss in nats; the share of next steps whose set of positions was proposed
-    exactly; of the tokens that the next step commits, the share that the model and the stale argmax predict, by depth."""
+    exactly; of the tokens that the next step commits, the share that the model and the stale argmax predict, by
+    depth."""
 
     loss: float
     exact_sets: float
