@@ -270,13 +270,11 @@ def with_drafter(cell: Cell, files: list[DrafterFile]) -> tuple[Cell, DrafterFil
 
 def _choose_drafter(cell: Cell, files: list[DrafterFile]) -> DrafterFile:
     """The one of ``files`` that was made for ``cell``. Raises InputError where there is none, or more than one."""
-    misfits = {file.path: misfit(file.graph, cell) for file in files if file.graph is not None}
-    fitting = [file for file in files if misfits.get(file.path) is None]
+    misfits = {file.path: misfit(file, cell) for file in files}
+    fitting = [file for file in files if misfits[file.path] is None]
     if not fitting:
-        reasons = "; ".join(f"draft graph {path}: {reason}" for path, reason in misfits.items())
-        raise InputError(
-            f"method {cell.method!r} at T = {cell.temperature:g}: {reasons}; calibrate one for this cell"
-        )
+        reasons = "; ".join(str(reason) for reason in misfits.values())
+        raise InputError(f"method {cell.method!r} at T = {cell.temperature:g}: {reasons}")
     if len(fitting) > 1 and cell.weight_fingerprint:
         raise InputError(
             f"method {cell.method!r} at T = {cell.temperature:g}: {fitting[0].path} and {fitting[1].path} both fit; "

@@ -407,6 +407,13 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
     mean = sum(accepted) / len(accepted) if accepted else 0.0
     if not _same(row["accepted_per_round"], mean):
         yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
+    num_commits, likeliest = len(row["commit_positions"]), row["argmax_commits"]
+    if (
+        likeliest is None
+        or not 0 <= likeliest <= num_commits
+        or (row["temperature"] == 0 and likeliest < num_commits)
+    ):
+        yield f"argmax_commits is {likeliest} of {num_commits} commits at T = {row['temperature']:g}"
     if row["method"] == "none" and (row["drafted_nodes"] or sum(accepted)):
         yield "a draft-free row has drafted nodes"
     elif not sum(accepted) <= row["drafted_nodes"] <= row["rounds"] * row["budget"]:

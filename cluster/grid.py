@@ -251,8 +251,8 @@ class Grid(_Entry):
 
     @property
     def digest(self) -> str:
-        """24 hexadecimal digits of everything in the file but ``resources``."""
-        return digest(self.model_dump(exclude={"resources"}))
+        """24 hexadecimal digits of everything in the file but ``resources`` and ``record``."""
+        return digest(self.model_dump(exclude={"resources", "record"}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,8 @@ Recorded = Mapping[str, tuple[Cell, tuple[Key, ...]]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySummary:
     """A cell's replay over its generations: means of forwards and drafted nodes, ``nfe_ratio`` of the serialized
-    runs' forwards over these, acceptance pooled over rounds, and how many of the rows decoded live agreed."""
+    runs' forwards over these, acceptance, depth and width of trees
+    pooled over rounds, and how many of the rows decoded live agreed."""
 
     cell: Cell
     num_rows: int
@@ -48,6 +49,8 @@ class ReplaySummary:
     accepted_per_round: float
     drafted_nodes_mean: float
     rows_computed_mean: float
+    depth_mean: float
+    width_mean: float
     num_live: int
     num_agreeing: int
 
@@ -140,6 +143,8 @@ def summarise(plan: ReplayPlan) -> list[ReplaySummary]:
                 accepted_per_round=sum(sum(row["accepted"]) for row in rows) / total("rounds"),
                 drafted_nodes_mean=total("drafted_nodes") / len(rows),
                 rows_computed_mean=total("rows_computed") / len(rows),
+                depth_mean=sum(row["depth_per_round"] * row["rounds"] for row in rows) / total("rounds"),
+                width_mean=sum(row["width_per_round"] * row["rounds"] for row in rows) / total("rounds"),
                 num_live=len(live),
                 num_agreeing=sum(live),
             )

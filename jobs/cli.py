@@ -29,6 +29,7 @@ COMMANDS = {
     "replay": "Replay drafting methods on recorded runs; no model.",
     "diagnose": "Show what recorded runs say about drafting.",
     "train-order": "Train SPOT's order model on recorded runs.",
+    "train-sets": "Train SPOT-Sets' drafter, or fit it to another target.",
     "calibrate": "Calibrate Spiffy's graph or SPOT-γ's floor on recorded runs.",
     "submit": "Send a grid to a Ray cluster as a job.",
     "score": "Score a run; a new scorer version adds rows.",

@@ -20,8 +20,15 @@ TITLES = {
     "top8_coverage": "runs of 8 within 8 stale candidates",
     "order_hit": "most confident stale position is next",
     "argmax_share": "committed token is the argmax",
+    "aged_token_hit": "token of an older pass is committed",
     "oracle_position_cut": "forwards cut, oracle positions",
     "oracle_token_cut": "forwards cut, oracle tokens",
+}
+DRAFTED_TITLES = {
+    "accepted": "accepted a round",
+    "cut": "forwards cut",
+    "tree_depth": "depth of the trees",
+    "tree_width": "width of the trees",
 }
 SHOWN_DEPTHS = (None, 1, 2, 4, 8)
 SHOWN_BLOCKS = 10
@@ -51,7 +58,7 @@ def diagnosis_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("quantity", "depth / D", title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("over", "all", *(f"block {block}" for block in blocks)):
         table.add_column(name, justify="right")
-    values = {(row["quantity"], row["depth"], row["oracle_budget"], row["block"]): row for row in rows}
+    values = {(row["quantity"], row["depth"], row["draft_budget"], row["block"]): row for row in rows}
     for name, depth, budget in dict.fromkeys(key[:3] for key in values):
         if depth not in SHOWN_DEPTHS:
             continue
@@ -60,9 +67,18 @@ def diagnosis_table(rows: Sequence[dict[str, Any]]) -> Table:
         assert whole is not None, name
         label = f"depth {depth}" if depth else f"D {budget}" if budget else ""
         cells = ["–" if row is None else _text(name, row["value"]) for row in of_line]
-        table.add_row(TITLES[name], label, str(whole["count"]), *cells)
+        table.add_row(_title(name), label, str(whole["count"]), *cells)
     return table
 
 
+def _title(name: str) -> str:
+    if name in TITLES:
+        return TITLES[name]
+    ending = next(ending for ending in DRAFTED_TITLES if name.endswith(f"_{ending}"))
+    return f"{DRAFTED_TITLES[ending]}, {name.removesuffix(f'_{ending}')}"
+
+
 def _text(name: str, value: float) -> str:
-    return f"{value:.2f}x" if name.endswith("_cut") else f"{value:.1%}"
+    if name.endswith("_cut"):
+        return f"{value:.2f}x"
+    return f"{value:.1%}" if name in TITLES else f"{value:.2f}"

@@ -18,6 +18,7 @@ from dlmgrid.cluster.replay import ReplaySummary, plan_replay, read_recorded, re
 from dlmgrid.cluster.run import ExitCode, check_out
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.jobs.console import table_console
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 
 
@@ -56,7 +57,7 @@ def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
     """One line a cell."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("model", "benchmark", "T", "decoder", "method", "D", "items", "NFE", "÷ draft-free",
-                 "accepted/round", "drafted", "rows", "live"):  # fmt: skip
+                 "accepted/round", "depth", "width", "drafted", "rows", "live"):  # fmt: skip
         left = name in ("model", "benchmark", "decoder", "method")
         table.add_column(name, justify="left" if left else "right")
     for summary in summaries:
@@ -66,15 +67,29 @@ def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
             Path(cell.model).name,
             cell.benchmark,
             f"{cell.temperature:g}",
-            decoder if cell.commits_per_step == 1 else f"{decoder} {cell.commits_per_step}",
+            _with_passes(decoder, cell),
             cell.method,
             str(cell.budget),
             str(summary.num_rows),
             f"{summary.nfe_mean:.1f}",
             f"{summary.nfe_ratio:.2f}x",
             f"{summary.accepted_per_round:.2f}",
+            f"{summary.depth_mean:.1f}",
+            f"{summary.width_mean:.1f}",
             f"{summary.drafted_nodes_mean:.0f}",
             f"{summary.rows_computed_mean:.0f}",
             f"{summary.num_agreeing}/{summary.num_live}" if summary.num_live else "–",
         )
     return table
+
+
+def _with_passes(decoder: str, cell: Cell) -> str:
+    """The decoder's name with the settings that tell its cells apart."""
+    parts = [decoder]
+    if cell.commits_per_step != 1:
+        parts.append(str(cell.commits_per_step))
+    if cell.fused_commit:
+        parts.append("fused")
+    if cell.window:
+        parts.append(cell.window)
+    return " ".join(parts)

@@ -317,7 +317,7 @@ DIAGNOSES = _schema(
         # null: over all blocks or depths; blocks count from 0 at the first generated one, depths from 1
         _column("block", pa.int32()),
         _column("depth", pa.int32()),
-        _column("oracle_budget", pa.int32()),
+        _column("draft_budget", pa.int32()),
         _column("value", pa.float64()),
         # what the value is a mean over
         _key("count", pa.int64()),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.run import copy_drafters, look_up
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNode, load_graph, save_graph
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.testing import fake_catalog
-from dlmgrid.workers.testing.fake_catalog import write_fake_checkpoint
+from dlmgrid.workers.testing.fake_catalog import FakeMethod, write_fake_checkpoint
 
 
 def test_every_accelerated_cell_has_its_reference_before_it_and_nothing_is_there_twice(
@@ -37,6 +40,17 @@ def test_every_accelerated_cell_has_its_reference_before_it_and_nothing_is_there
         assert cell == cell.canonical()
 
 
+def test_settings_that_are_equal_numbers_are_one_cell() -> None:
+    cell = Cell(
+        model="m", benchmark="b", prompt_version="1", method="ssd", budget=6, temperature=1.0, decoder="threshold",
+        threshold=0.0, block_length=32, gen_length=64,
+    )  # fmt: skip
+    twin = replace(cell, temperature=1, threshold=-0.0)
+    assert (twin.cell_key, twin.to_dict()) == (cell.cell_key, cell.to_dict())
+    assert str(twin.threshold) == "0.0"
+    assert replace(cell, temperature=1.5).cell_key != cell.cell_key
+
+
 def test_fused_cells_are_compared_with_the_draft_free_cell_whose_passes_are_not_fused(
     tmp_path: Path, write_grid: Callable[..., Path], make_works: Any
 ) -> None:
@@ -50,6 +64,59 @@ def test_fused_cells_are_compared_with_the_draft_free_cell_whose_passes_are_not_
     assert {cell.claim for cell in cells} == {"exact"}
     assert {(cell.decoder, cell.factor, cell.comparison) for cell in cells} == {("factor", 1.0, None)}
     assert forwards_per_row(cells[1]) < forwards_per_row(cells[3])
+
+
+def test_windows_are_settings_of_the_drafted_cells_alone(
+    tmp_path: Path, write_grid: Callable[..., Path], make_works: Any
+) -> None:
+    windowed = {"name": "static", "window": "full", "fused_commit": True}
+    grid = write_grid(
+        temperatures=[0], methods=["none", "ssd"], decoder=[windowed, "static"], record="window"
+    )
+    cells = [work.cell for work in make_works(grid, tmp_path / "out")]
+    assert [(cell.method, cell.window, cell.fused_commit) for cell in cells] == [
+        ("none", "", False), ("none", "", True), ("ssd", "full", True), ("ssd", "", False),
+    ]  # fmt: skip
+    assert {cell.reference().cell_key for cell in cells} == {cells[0].cell_key}
+    assert {cell.claim for cell in cells} == {"exact"}
+    assert read_grid(grid).grid.record == ["window"]
+    plain = read_grid(
+        write_grid("plain.yaml", temperatures=[0], methods=["none", "ssd"], decoder=[windowed, "static"])
+    )
+    assert plain.grid.digest == read_grid(grid).grid.digest
+
+
+@pytest.mark.parametrize("option", [{"window": "refresh"}, {"fused_commit": True}])
+def test_a_family_whose_commit_pass_seeds_the_next_block_takes_no_joined_passes(
+    write_grid: Callable[..., Path], sources: Sources, option: dict[str, Any]
+) -> None:
+    grid = read_grid(write_grid(decoder={"name": "static", **option})).grid
+    look_up(grid, sources, data=None, limit=None)
+
+    def seeding(folder: Path, block_length: int | None) -> Any:
+        shape = sources.check_checkpoint(folder, block_length)
+        return SimpleNamespace(
+            block_length=shape.block_length,
+            max_position_embeddings=shape.max_position_embeddings,
+            seeds_next_block=True,
+        )
+
+    with pytest.raises(
+        InputError, match=f"commit pass gives the first token .*; remove {next(iter(option))}"
+    ):
+        look_up(grid, replace(sources, check_checkpoint=seeding), data=None, limit=None)
+
+
+def test_a_method_is_refused_under_a_decoder_it_does_not_draft_for(
+    write_grid: Callable[..., Path], sources: Sources
+) -> None:
+    sets = FakeMethod("spot_sets", "sets", decoders=("threshold", "factor"))
+    known = replace(sources, methods={**sources.methods, "spot_sets": sets})
+    message = (
+        r"methods\[1\]: method 'spot_sets' does not draft for the decoder static; it does for threshold and"
+    )
+    with pytest.raises(InputError, match=message):
+        look_up(read_grid(write_grid(methods=["ssd", "spot_sets"])).grid, known, data=None, limit=None)
 
 
 def test_the_comparison_of_a_threshold_is_part_of_its_cells(

@@ -21,6 +21,7 @@ from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.jobs import diagnose
 from dlmgrid.jobs.replay import command
+from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
@@ -105,6 +106,16 @@ def test_rows_of_every_cell_are_written_and_agree_with_live_decoding(recorded: P
         assert (summary.nfe_ratio > 1) == (summary.cell.method != "none")
 
 
+def test_fused_passes_replay_to_the_live_counts(recorded: Path, tmp_path: Path) -> None:
+    fused = {"name": "static", "fused_commit": True}
+    asked = plan(recorded, tmp_path, num_verified=1, temperatures=[0], methods=["ssd"], decoder=fused)
+    replay_grid(asked)
+    rows = [row for path in (tmp_path / "replays").iterdir() for row in pq.read_table(path).to_pylist()]
+    assert {(row["method"], row["fused_commit"]) for row in rows} == {("none", False), ("ssd", True)}
+    assert sum(row["agrees_with_live"] is True for row in rows) == 2
+    assert {row["nfe_commit"] for row in rows if row["fused_commit"]} == {1}
+
+
 def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +156,10 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
         ({"repeats": 2}, "lacks repeat 1"),
         ({"methods": ["oracle_positon"]}, "did you mean 'oracle_position'?"),
         ({"verification": "greedy_match"}, "greedy_match leaves the serialized path"),
+        (
+            {"decoder": {"name": "static", "window": "full"}, "methods": ["ssd"]},
+            "holds nothing of the next block beside each state; record it with record: [window] in the grid",
+        ),
     ],
 )
 def test_what_was_not_recorded_is_refused_before_work(
@@ -170,15 +185,26 @@ def test_diagnose_prints_and_stores_every_quantity(
     diagnose.command(out)
     printed = capsys.readouterr().out
     rows = pq.read_table(out / "diagnoses.parquet", schema=DIAGNOSES).to_pylist()
-    assert {row["quantity"] for row in rows if row["temperature"] == 1} == set(diagnose.TITLES)
-    assert {row["quantity"] for row in rows if row["temperature"] == 0} == set(diagnose.TITLES) - {
-        "argmax_share"
+    of_trees = {
+        f"{method}_{ending}"
+        for method in (
+            "ssd",
+            "confidence_tree",
+            *(["spot"] if find_order_checkpoint("reference").exists() else []),
+        )
+        for ending in diagnose.DRAFTED_TITLES
     }
-    for title in diagnose.TITLES.values():
+    expected = set(diagnose.TITLES) | of_trees
+    assert {row["quantity"] for row in rows if row["temperature"] == 1} == expected
+    assert {row["quantity"] for row in rows if row["temperature"] == 0} == expected - {"argmax_share"}
+    for title in (*diagnose.TITLES.values(), *diagnose.DRAFTED_TITLES.values()):
         assert title in printed
     for row in rows:
         assert row["count"] > 0
-        assert row["value"] >= 1 if row["quantity"].endswith("_cut") else 0 <= row["value"] <= 1
+        if row["quantity"] in diagnose.TITLES:
+            assert row["value"] >= 1 if row["quantity"].endswith("_cut") else 0 <= row["value"] <= 1
+        else:
+            assert row["value"] >= 0
     whole = next(row for row in rows if row["quantity"] == "stale_token_hit" and row["block"] is None)
     blocks = [
         row

@@ -1,17 +1,21 @@
-"""``calibrate`` and ``train-order``: from a recording to a file that a grid can name, and what they refuse."""
+"""``calibrate``, ``train-order``, ``train-sets``: from a recording to a file that a grid can name; what they refuse."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlmgrid.jobs import calibrate, train_order
+from dlmgrid.jobs import calibrate, train_order, train_sets
+from dlmgrid.workers.drafting.catalog import get_method
+from dlmgrid.workers.drafting.drafter_file import find_drafter_file, misfit
 from dlmgrid.workers.drafting.order_checkpoint import read_order_checkpoint
+from dlmgrid.workers.drafting.set_checkpoint import read_set_checkpoint
 from dlmgrid.workers.drafting.spiffy_graph import load_graph
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.testing.tiny_runs import record_tiny_runs
+from dlmgrid.workers.testing.tiny_runs import record_tiny_runs, tiny_cell
 
 
 @pytest.fixture
@@ -76,3 +80,40 @@ def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written
     with pytest.raises(InputError, match="does not exist; make it first"):
         train_order.command(recorded, tmp_path / "none" / "order.safetensors")
     assert not graph.exists() and not order.exists()
+
+
+def test_a_set_model_is_trained_and_fitted_to_another_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sets.parquet"
+    settings: dict[str, Any] = {
+        "model": "reference",
+        "decoder": "threshold",
+        "threshold": 0.5,
+        "gen_length": 8,
+    }
+    record_tiny_runs(path, 12, records=("hidden",), **settings)
+    out, fitted = tmp_path / "sets.safetensors", tmp_path / "fitted.safetensors"
+    small: dict[str, Any] = {"width": 16, "layers": 1, "steps": 2, "batch_size": 4, "evaluate_every": 1}
+    train_sets.command(path, out, **small)
+    assert f"{{name: spot_sets, checkpoint: {out}}}" in capsys.readouterr().out
+    found = read_set_checkpoint(out)
+    assert (found.target, found.card["trained_on"]["items"]) == ("f" * 24, {"words_train": 12})
+    cell = tiny_cell(method="spot_sets", budget=4, decoder="threshold", threshold=0.5)
+    spot_sets = get_method("spot_sets")
+    assert misfit(find_drafter_file(spot_sets, str(out)), cell) is None
+
+    other = tmp_path / "other.parquet"
+    record_tiny_runs(other, 12, records=("hidden",), weight_fingerprint="a" * 24, **settings)
+    train_sets.command(other, fitted, refit=out, **small)
+    assert read_set_checkpoint(fitted).card["refit_of"] == found.fingerprint
+    reason = misfit(find_drafter_file(spot_sets, str(fitted)), cell)
+    assert reason is not None and "reads the hidden states of other weights" in reason
+
+    record_tiny_runs(path, 4, **settings)
+    with pytest.raises(InputError, match="holds nothing of hidden states"):
+        train_sets.command(path, out)
+    with pytest.raises(InputError, match="no multiple of 8"):
+        train_sets.command(path, out, width=12)
+    with pytest.raises(InputError, match=r"give a \.safetensors file"):
+        train_sets.command(path, tmp_path / "sets.json")

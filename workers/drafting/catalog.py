@@ -127,6 +127,44 @@ METHODS: dict[str, MethodInfo] = {
             file_key="checkpoint",
             reads="order_model",
         ),
+        MethodInfo(
+            name="spot_sets",
+            title="SPOT-Sets, whole steps of a threshold decoder",
+            summary=(
+                "The D states of largest mass whose edges are target steps: a network that reads stale distributions, "
+                "hidden states and candidate embeddings gives positions and tokens. Its decoder may cross blocks and "
+                "draft first rounds (window)."
+            ),
+            source="SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spot_sets:build",
+            needs=("a set model of this target: dlmgrid train-sets TRAJ --out FILE.safetensors",),
+            parameters=("checkpoint",),
+            decoders=("threshold", "factor"),
+            file_key="checkpoint",
+            reads="set_model",
+            records=("hidden",),
+        ),
+        MethodInfo(
+            name="spot_sets_product",
+            title="SPOT-Sets with product max-commit",
+            summary=(
+                "spot_sets, and a drafted state larger than the target's own step is taken where every new token is "
+                "the target's choice and the product of their probabilities is at least product_tau. Approximate."
+            ),
+            source="SPOT, arXiv 2610.22543; the rule is this package's reading",
+            lossless=False,
+            implementation="dlmgrid.workers.drafting.spot_sets:build",
+            needs=(
+                "a set model of this target: dlmgrid train-sets TRAJ --out FILE.safetensors",
+                "product_tau, below the decoder's threshold",
+            ),
+            parameters=("checkpoint", "product_tau"),
+            decoders=("threshold",),
+            file_key="checkpoint",
+            reads="set_model",
+            records=("hidden",),
+        ),
     )
 }
 

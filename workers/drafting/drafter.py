@@ -81,13 +81,16 @@ class Prediction(NamedTuple):
     second_probability: Tensor
 
 
-def perturbed_scores(inputs: DraftInputs, commit_counts: Tensor) -> Tensor:
+def perturbed_scores(
+    inputs: DraftInputs, commit_counts: Tensor, log_probabilities: Tensor | None = None
+) -> Tensor:
     """log p / T + noise of the 32 candidates, fp32 [S, W, L, 32], at T > 0; no noise where the drafter reads none.
 
     Only positions masked in the root of a sample with a valid snapshot hold meaning.
 
     Args:
         commit_counts: int64 [S, W], commits made before the draw.
+        log_probabilities: fp64 [S, W, L, 32] in place of the stale ones.
     """
     snapshots = inputs.snapshots
     num_samples, num_states = commit_counts.shape
@@ -103,7 +106,9 @@ def perturbed_scores(inputs: DraftInputs, commit_counts: Tensor) -> Tensor:
             commit_counts[sample],
             snapshots.token_ids[sample, position][:, None].expand(-1, num_states, -1),
         )
-    return snapshots.probabilities[:, None].log() / inputs.temperature + noise
+    if log_probabilities is None:
+        log_probabilities = snapshots.probabilities[:, None].log()
+    return log_probabilities / inputs.temperature + noise
 
 
 def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:

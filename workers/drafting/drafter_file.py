@@ -12,18 +12,21 @@ from pathlib import Path
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import MethodInfo, get_method
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
+from dlmgrid.workers.drafting.set_checkpoint import read_set_checkpoint
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, load_graph
 
-SUFFIXES = {"order_model": ".safetensors", "draft_graph": ".json"}
+SUFFIXES = {"order_model": ".safetensors", "set_model": ".safetensors", "draft_graph": ".json"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterFile:
-    """A checked file. ``graph`` is the draft graph that it holds, None for an order model."""
+    """A checked file. ``graph`` is the draft graph that it holds, None for a model; ``target`` is the weight
+    fingerprint of the one target that a set model reads, "" where any will do."""
 
     path: Path
     fingerprint: str
     graph: DraftGraph | None = None
+    target: str = ""
 
     @property
     def stored_name(self) -> str:
@@ -36,6 +39,9 @@ def read_drafter_file(method: MethodInfo, path: Path) -> DrafterFile:
     if method.reads == "draft_graph":
         graph = load_graph(path)
         return DrafterFile(path=path, fingerprint=graph.fingerprint, graph=graph)
+    if method.reads == "set_model":
+        found = read_set_checkpoint(path)
+        return DrafterFile(path=path, fingerprint=found.fingerprint, target=found.target)
     return DrafterFile(path=path, fingerprint=read_order_checkpoint(path).fingerprint)
 
 
@@ -46,8 +52,18 @@ def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
     return read_drafter_file(method, Path(name).expanduser().absolute())
 
 
-def misfit(graph: DraftGraph, cell: Cell) -> str | None:
-    """Why a graph cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
+def misfit(file: DrafterFile, cell: Cell) -> str | None:
+    """Why a file cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
+    if file.target and cell.weight_fingerprint not in ("", file.target):
+        return (
+            f"set model {file.path}: it reads the hidden states of other weights ({file.target}) than model "
+            f"{cell.model!r} has ({cell.weight_fingerprint}); fit it with dlmgrid train-sets --refit"
+        )
+    reason = None if file.graph is None else _graph_misfit(file.graph, cell)
+    return reason and f"draft graph {file.path}: {reason}; calibrate one for this cell"
+
+
+def _graph_misfit(graph: DraftGraph, cell: Cell) -> str | None:
     key = graph.key
     for name in (
         "decoder", "commits_per_step", "threshold", "comparison", "factor", "temperature", "block_length", "noise",

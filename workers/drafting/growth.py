@@ -33,7 +33,7 @@ OrderModel = Callable[[Tensor, Tensor, Prediction], Tensor]
 
 
 @dataclass(slots=True)
-class _Listed:
+class Listed:
     """The global list of the best states so far, D entries a sample; absent ones have a log mass of -inf."""
 
     tokens: Tensor  # int32 [S, D, L]
@@ -64,7 +64,7 @@ def grow(
     budget, device = tree.budget, inputs.roots.device
     if budget == 0:
         return
-    listed = _Listed(
+    listed = Listed(
         tokens=torch.full((num_samples, budget, block_length), MASKED, dtype=torch.int32, device=device),
         log_mass=torch.full((num_samples, budget), -torch.inf, dtype=torch.float64, device=device),
         depths=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
@@ -72,7 +72,7 @@ def grow(
         hashes=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
     )
     root_masked = (inputs.roots == MASKED).sum(dim=-1)
-    frontier = _Listed(
+    frontier = Listed(
         tokens=inputs.roots[:, None],
         log_mass=torch.where(inputs.snapshots.is_valid, 0.0, -torch.inf)[:, None].double(),
         depths=torch.zeros(num_samples, 1, dtype=torch.int64, device=device),
@@ -82,14 +82,14 @@ def grow(
     own_index = frontier.parents  # where each frontier state stands in the list
     for depth in range(1, block_length + 1):
         children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor)
-        _merge(children)
+        children.log_mass = merge_equal(children.hashes, children.log_mass, children.parent_log_mass)
         listed, is_new = _cut(listed, children, depth)
         if not bool((is_new & (listed.log_mass >= min_log_mass)).any()):
             break
         width = int(is_new.sum(dim=1).max())
         order = is_new.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
         present = is_new.gather(1, order)
-        frontier = _Listed(
+        frontier = Listed(
             tokens=listed.tokens.gather(1, order[..., None].expand(-1, -1, block_length)),
             log_mass=torch.where(present, listed.log_mass.gather(1, order), -torch.inf),
             depths=listed.depths.gather(1, order),
@@ -98,7 +98,7 @@ def grow(
         )
         own_index = order
     listed.log_mass[listed.log_mass < min_log_mass] = -torch.inf
-    _write(tree, listed)
+    write_list(tree, listed)
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class _Children:
 
 def _expand(
     inputs: DraftInputs,
-    frontier: _Listed,
+    frontier: Listed,
     own_index: Tensor,
     root_masked: Tensor,
     order_model: OrderModel,
@@ -177,16 +177,18 @@ def _without_weakest(step: Tensor, confidence: Tensor) -> Tensor:
     return step & (rank < step.sum(dim=-1, keepdim=True) - 1)
 
 
-def _merge(children: _Children) -> None:
-    """Join equal states in place: one representative keeps the sum, capped by its best parent; the rest leave."""
-    absent = children.log_mass == -torch.inf
+def merge_equal(hashes: Tensor, log_mass: Tensor, parent_log_mass: Tensor) -> Tensor:
+    """The log masses fp64 [S, C] after joining equal states: one representative, a child of the best parent, keeps the
+    sum, capped by that parent's mass; the rest are -inf.
+
+    Args:
+        hashes: int64 [S, C]; log_mass, parent_log_mass: fp64 [S, C], -inf where there is no candidate.
+    """
+    absent = log_mass == -torch.inf
     # Absent candidates go to groups of their own so that they never meet a real state's hash.
-    order = (
-        torch.where(absent, torch.iinfo(torch.int64).max, children.hashes).sort(dim=1, stable=True).indices
-    )
-    hashes = children.hashes.gather(1, order)
-    log_mass = children.log_mass.gather(1, order)
-    parent_log_mass = children.parent_log_mass.gather(1, order)
+    order = torch.where(absent, torch.iinfo(torch.int64).max, hashes).sort(dim=1, stable=True).indices
+    hashes, log_mass = hashes.gather(1, order), log_mass.gather(1, order)
+    parent_log_mass = parent_log_mass.gather(1, order)
     starts = torch.ones_like(absent)
     starts[:, 1:] = (hashes[:, 1:] != hashes[:, :-1]) | (log_mass[:, 1:] == -torch.inf)
     group = starts.cumsum(dim=1) - 1
@@ -200,12 +202,11 @@ def _merge(children: _Children) -> None:
     )
     merged = torch.minimum(total.log(), best_parent).gather(1, group)
     keeps = (representative.gather(1, group) == index) & (log_mass > -torch.inf)
-    children.log_mass = torch.full_like(merged, -torch.inf).scatter(
-        1, order, torch.where(keeps, merged, -torch.inf)
-    )
+    kept = torch.where(keeps, merged, -torch.inf)
+    return torch.full_like(merged, -torch.inf).scatter(1, order, kept)
 
 
-def _cut(listed: _Listed, children: _Children, depth: int) -> tuple[_Listed, Tensor]:
+def _cut(listed: Listed, children: _Children, depth: int) -> tuple[Listed, Tensor]:
     """Keep the D best of list and children; returns the new list and which of its entries are new, bool [S, D]."""
     budget = listed.log_mass.shape[1]
     log_mass = torch.cat((listed.log_mass, children.log_mass), dim=1)
@@ -224,9 +225,9 @@ def _cut(listed: _Listed, children: _Children, depth: int) -> tuple[_Listed, Ten
 
     # Entries move with the cut; the parents of kept entries are themselves kept.
     parents = torch.where(is_new, children.parents.gather(1, child), listed.parents.gather(1, old))
-    parents = torch.where(parents >= 0, _remap(order, parents), parents)
+    parents = torch.where(parents >= 0, remap(order, parents), parents)
     return (
-        _Listed(
+        Listed(
             tokens=torch.where(
                 is_new[..., None], tokens, listed.tokens.gather(1, old[..., None].expand_as(tokens))
             ),
@@ -239,19 +240,19 @@ def _cut(listed: _Listed, children: _Children, depth: int) -> tuple[_Listed, Ten
     )
 
 
-def _remap(order: Tensor, parents: Tensor) -> Tensor:
+def remap(order: Tensor, parents: Tensor) -> Tensor:
     """Where the old entries ``parents`` [S, D] stand after entries were taken in ``order`` [S, D]."""
     matches = order[:, None, :] == parents[..., None]
     return matches.to(torch.int8).argmax(dim=-1)
 
 
-def _write(tree: DraftTree, listed: _Listed) -> None:
+def write_list(tree: DraftTree, listed: Listed) -> None:
     """Put the list behind the root, in topological order (by depth, then mass)."""
     present = listed.log_mass > -torch.inf
     depths = torch.where(present, listed.depths, torch.iinfo(torch.int64).max)
     order = depths.sort(dim=1, stable=True).indices
     parents = listed.parents.gather(1, order)
-    parents = torch.where(parents >= 0, _remap(order, parents) + 1, 0)
+    parents = torch.where(parents >= 0, remap(order, parents) + 1, 0)
     tree.tokens[:, 1:] = listed.tokens.gather(1, order[..., None].expand_as(listed.tokens))
     tree.parents[:, 1:] = parents.to(torch.int32)
     tree.depths[:, 1:] = listed.depths.gather(1, order).to(torch.int32)

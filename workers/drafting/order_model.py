@@ -33,28 +33,30 @@ NUM_FEATURES = 74
 WIDTH = 128
 NUM_HEADS = 8
 NUM_LAYERS = 3
-_HIDDEN = 4 * WIDTH
 _LOG_FLOOR = -20.0
 
 
-class _Layer(nn.Module):
-    """One encoder layer, normalised after each residual sum."""
+class EncoderLayer(nn.Module):
+    """One encoder layer of a given width, normalised after each residual sum; the feed-forward part is four times as
+    wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, num_heads: int = NUM_HEADS) -> None:
         super().__init__()
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
-        self.merge = nn.Linear(WIDTH, WIDTH)
-        self.norm_attention = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, _HIDDEN)
-        self.down = nn.Linear(_HIDDEN, WIDTH)
-        self.norm_feed_forward = nn.LayerNorm(WIDTH)
+        self._num_heads = num_heads
+        self.project = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        self.norm_attention = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm_feed_forward = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        shape = (batch, length, 3, NUM_HEADS, WIDTH // NUM_HEADS)
+        """Rows [B, M, width]; ``bias`` [B, 1, 1, M] is -inf at positions that no one may see."""
+        batch, length, width = x.shape
+        shape = (batch, length, 3, self._num_heads, width // self._num_heads)
         query, key, value = self.project(x).view(shape).permute(2, 0, 3, 1, 4)
-        scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // NUM_HEADS) + bias
-        mixed = (scores.softmax(dim=-1) @ value).transpose(1, 2).reshape(batch, length, WIDTH)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(width // self._num_heads) + bias
+        mixed = (scores.softmax(dim=-1) @ value).transpose(1, 2).reshape(batch, length, width)
         x = self.norm_attention(x + self.merge(mixed))
         out: Tensor = self.norm_feed_forward(x + self.down(torch.relu(self.up(x))))
         return out
@@ -66,7 +68,7 @@ class OrderModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(NUM_FEATURES, WIDTH)
-        self.layers = nn.ModuleList(_Layer() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(EncoderLayer() for _ in range(NUM_LAYERS))
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:

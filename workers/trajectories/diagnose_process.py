@@ -42,7 +42,7 @@ def diagnosis_rows(path: Path) -> list[dict[str, Any]]:
                     "quantity": quantity.name,
                     "block": quantity.block,
                     "depth": quantity.depth,
-                    "oracle_budget": quantity.oracle_budget,
+                    "draft_budget": quantity.draft_budget,
                     "value": value,
                     "count": count,
                 }

@@ -10,14 +10,19 @@ the first of its block; those steps enter ``argmax_share`` only. Quantities as i
   positions; whole runs only.
 - ``order_hit``, by depth 1 to 8: steps that commit the position of highest stale confidence, the snapshot being
   ``depth`` passes old.
+- ``aged_token_hit``, by depth 1 to 8: commits whose token is the one predicted from a pass ``depth`` passes old.
 - ``argmax_share``, T > 0 only: commits whose token is the most probable one at T = 1 of the pass that made them.
 - ``oracle_position_cut``, ``oracle_token_cut``, by budget: forwards of the serialized runs over those with the oracle.
+- ``ssd_accepted``, ``confidence_tree_accepted``, by budget: drafted states accepted a round; ``…_cut``: as above;
+  ``…_tree_depth`` and ``…_tree_width``: steps from the root to the deepest drafted state of a round, and states of the
+  fullest depth. The same for ``spot`` with the shipped order model.
 
 Legend: N steps, A selected steps, L block length.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -26,14 +31,17 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED
-from dlmgrid.workers.drafting.drafter import predict
+from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.drafting import confidence_tree, spot, ssd
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, predict
+from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint
 from dlmgrid.workers.drafting.ssd import chain_order
 from dlmgrid.workers.trajectories.diagnostic_drafters import oracle_position, oracle_token
-from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.replay import Future, ReplayBatch
 
 RUN_LENGTH = 8
 MAX_DEPTH = 8
-ORACLE_BUDGETS = (8, 20)
+DRAFT_BUDGETS = (8, 20)
 _STEPS_AT_ONCE = 2048
 
 
@@ -43,7 +51,7 @@ class Quantity(NamedTuple):
     name: str
     block: int | None
     depth: int | None = None
-    oracle_budget: int | None = None
+    draft_budget: int | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +77,7 @@ class Diagnosis:
         if batch.cell.temperature > 0:
             _add_argmax(self, batch, blocks)
         _add_oracles(self, batch)
+        _add_drafters(self, batch)
 
     def add(self, quantity: Quantity, numerator: int, denominator: int, count: int) -> None:
         """Add to a quantity, and to its sum over all blocks."""
@@ -145,8 +154,11 @@ def _add_order(found: Diagnosis, batch: ReplayBatch, blocks: Tensor, depth: int)
         prediction = predict(inputs, inputs.commit_counts[:, None])
         confidence = chain_order(prediction.confidence[:, 0])
         likeliest = torch.where(inputs.roots == MASKED, confidence, -1.0).argmax(dim=1, keepdim=True)
-        hits = _commits(batch, steps).gather(1, likeliest).squeeze(1)
-        found.add_hits("order_hit", hits, blocks[steps], depth)
+        commits = _commits(batch, steps)
+        found.add_hits("order_hit", commits.gather(1, likeliest).squeeze(1), blocks[steps], depth)
+        which, position = commits.nonzero(as_tuple=True)
+        tokens = prediction.first[:, 0][which, position] == batch.final_tokens[steps[which], position]
+        found.add_hits("aged_token_hit", tokens, blocks[steps[which]], depth)
 
 
 def _add_argmax(found: Diagnosis, batch: ReplayBatch, blocks: Tensor) -> None:
@@ -157,9 +169,39 @@ def _add_argmax(found: Diagnosis, batch: ReplayBatch, blocks: Tensor) -> None:
 
 def _add_oracles(found: Diagnosis, batch: ReplayBatch) -> None:
     for method, draft in (("oracle_position", oracle_position), ("oracle_token", oracle_token)):
-        for budget in ORACLE_BUDGETS:
+        for budget in DRAFT_BUDGETS:
             replayed = batch.replay(replace(batch.cell, method=method, budget=budget), draft)
             saved = len(batch.commits) - sum(result.nfe_denoise for result in replayed)
             forwards = sum(result.nfe_total for result in replayed)
             quantity = Quantity(f"{method}_cut", None, None, budget)
             found.add(quantity, forwards + saved, forwards, len(replayed))
+
+
+def _add_drafters(found: Diagnosis, batch: ReplayBatch) -> None:
+    for method, drafter in _drafters().items():
+        for budget in DRAFT_BUDGETS:
+
+            def draft(inputs: DraftInputs, tree: DraftTree, _: Future, drafter: Drafter = drafter) -> None:
+                drafter.draft(inputs, tree)
+
+            replayed = batch.replay(replace(batch.cell, method=method, budget=budget), draft)
+            rounds = [count for result in replayed for count in result.accepted]
+            depths = [depth for result in replayed for depth in result.depths]
+            widths = [width for result in replayed for width in result.widths]
+            forwards = sum(result.nfe_total for result in replayed)
+            saved = len(batch.commits) - len(rounds)
+            for name, total in (("accepted", rounds), ("tree_depth", depths), ("tree_width", widths)):
+                quantity = Quantity(f"{method}_{name}", None, None, budget)
+                found.add(quantity, sum(total), len(total), len(total))
+            found.add(
+                Quantity(f"{method}_cut", None, None, budget), forwards + saved, forwards, len(replayed)
+            )
+
+
+@functools.cache
+def _drafters() -> dict[str, Drafter]:
+    found = {"ssd": ssd.build(), "confidence_tree": confidence_tree.build()}
+    shipped = find_order_checkpoint(REFERENCE)
+    if shipped.exists():
+        found["spot"] = spot.build(shipped)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +18,16 @@ import torch
 from dlmgrid.workers.decoding.commit_rules import CommitRule, factor, static, threshold
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
+from dlmgrid.workers.decoding.paths import Step
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting import confidence_tree, none, ssd
+from dlmgrid.workers.drafting.drafter import Drafter
+from dlmgrid.workers.drafting.order_model import OrderModel
+from dlmgrid.workers.drafting.set_model import SetModel, SetShape
+from dlmgrid.workers.drafting.spiffy import SpiffyDrafter
+from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNode
+from dlmgrid.workers.drafting.spot import SpotDrafter
+from dlmgrid.workers.drafting.spot_sets import SetDrafter
 from dlmgrid.workers.testing.exact_law import (
     Path,
     Rule,
@@ -33,7 +41,46 @@ from dlmgrid.workers.testing.tiny_target import TinyTarget
 
 stats = pytest.importorskip("scipy.stats", reason="the law tests need scipy")
 
-BUILDERS = {"none": none.build, "ssd": ssd.build, "confidence_tree": confidence_tree.build}
+
+def small_graph() -> Drafter:
+    """A draft graph made by hand: the two likeliest tokens of the two most confident positions, and a pair."""
+    key = GraphKey(
+        weight_fingerprint="", decoder="static", commits_per_step=1, threshold=None, temperature=1.5,
+        noise="commit_count", block_length=4,
+    )  # fmt: skip
+    nodes = tuple(
+        GraphNode(pairs=pairs, parents=parents, count=count)
+        for pairs, parents, count in (
+            (((0, 0),), (-1,), 9),
+            (((1, 0),), (-1,), 5),
+            (((0, 1),), (-1,), 3),
+            (((0, 0), (1, 0)), (0, 1), 2),
+        )
+    )
+    return SpiffyDrafter(
+        DraftGraph(key=key, selection="marginal_gain", budget=4, num_roots=10, calibration={}, nodes=nodes)
+    )
+
+
+def random_order() -> Drafter:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return SpotDrafter(OrderModel())
+
+
+def random_sets() -> Drafter:
+    """A set model with random weights; the rows of the tiny target are its logits of 3 tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SetModel(SetShape(hidden_size=3, vocab_size=36, width=16, num_layers=1))
+        model.table.normal_()
+    return SetDrafter(model)
+
+
+BUILDERS: dict[str, Callable[[], Drafter]] = {
+    "none": none.build, "ssd": ssd.build, "confidence_tree": confidence_tree.build, "spiffy": small_graph,
+    "spot": random_order, "spot_sets": random_sets,
+}  # fmt: skip
 RULES: dict[str, tuple[CommitRule, Rule]] = {
     "static": (static(1), static_rule(1)),
     "threshold": (threshold(0.45), threshold_rule(0.45)),
@@ -41,7 +88,7 @@ RULES: dict[str, tuple[CommitRule, Rule]] = {
 }
 TEMPERATURE = 1.5
 # A chain in a block of three has one state: the first pass drafts nothing, and a complete state is never a node.
-BUDGETS = {"none": 0, "ssd": 1, "confidence_tree": 4}
+BUDGETS = {"none": 0, "ssd": 1, "confidence_tree": 4, "spiffy": 4, "spot": 2, "spot_sets": 4}
 PROMPT_TOKEN = 1
 POSITIONS = (1, 2, 3)  # of a block of 4 whose first token is the prompt
 DRAWS, MANY_DRAWS = 20_000, 200_000
@@ -54,12 +101,16 @@ SOME = (
     ("confidence_tree", "uncoupled", "static"),
     ("confidence_tree", "coupled", "threshold"),
     ("confidence_tree", "uncoupled", "factor"),
+    ("spiffy", "coupled", "static"),
+    ("spot_sets", "coupled", "threshold"),
 )
 ALL = tuple(
     (method, verification, rule)
     for method in BUILDERS
     for verification in (("coupled",) if method == "none" else ("coupled", "uncoupled"))
     for rule in RULES
+    if method != "spot"
+    or (verification, rule) == ("coupled", "static")  # its model is the same size for any block
 )
 
 
@@ -85,13 +136,16 @@ def sample(
     temperature: float = TEMPERATURE,
     noise: str = "commit_count",
     seed: int = 11,
+    window: str = "",
 ) -> Sampled:
-    """Draw one block after a prompt of one token, many samples in one decode."""
+    """Draw one block after a prompt of one token, many samples in one decode; with a window two, of which the second
+    is kept."""
     length = target.bias.shape[0]
     settings = DecodeSettings(
         block_length=length,
-        gen_length=length - 1,
-        budget=BUDGETS[method],
+        gen_length=2 * length - 1 if window else length - 1,
+        window=window,
+        budget=4 if window else BUDGETS[method],
         temperature=temperature,
         rule=rule,
         noise=NoiseTable(seed, noise),
@@ -107,9 +161,25 @@ def sample(
             for draw in range(first, min(first + DRAWS_AT_ONCE, num_draws))
         ]
         generations: list[Generation] = decoder.decode(prompts)
-        paths.update(tuple(generation.steps) for generation in generations)
+        paths.update(
+            tuple(_in_block(step, length) for step in g.steps if step[0][0] >= length)
+            if window
+            else tuple(g.steps)
+            for g in generations
+        )
         num_accepted += sum(sum(generation.accepted) for generation in generations)
     return Sampled(paths=paths, num_accepted=num_accepted)
+
+
+def _in_block(step: Step, length: int) -> Step:
+    """A step of the second block, its positions counted from the block's start."""
+    return tuple((position - length, token) for position, token in step)
+
+
+@functools.cache
+def second_block_law(rule: str) -> dict[Path, float]:
+    """Of a block without a prompt; the tiny target sees no earlier block."""
+    return path_law(make_target(), (MASKED,) * 4, RULES[rule][1], TEMPERATURE)
 
 
 @functools.cache
@@ -176,6 +246,26 @@ def test_drafted_decoding_has_the_law_of_the_exact_sampler(method: str, verifica
 @pytest.mark.parametrize(("method", "verification", "rule"), ALL, ids=["-".join(case) for case in ALL])
 def test_every_method_has_the_law_under_every_decoder(method: str, verification: str, rule: str) -> None:
     has_the_law(method, verification, rule, MANY_DRAWS, len(ALL))
+
+
+def second_block_has_the_law(window: str, rule: str, num_draws: int, num_cases: int) -> None:
+    drawn = sample(
+        make_target(DRAWS_AT_ONCE), RULES[rule][0], method="ssd", verification="coupled", num_draws=num_draws,
+        window=window,
+    )  # fmt: skip
+    found = p_values(drawn.paths, second_block_law(rule))
+    assert min(found.values()) > level(num_cases), found
+
+
+def test_a_block_that_a_window_entered_has_the_law_of_the_exact_sampler() -> None:
+    second_block_has_the_law("full", "threshold", DRAWS, 1)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("window", ["cross_block", "refresh", "full"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_window_has_the_law_under_every_decoder(rule: str, window: str) -> None:
+    second_block_has_the_law(window, rule, MANY_DRAWS, 3 * len(RULES))
 
 
 def is_biased(method: str, rule: str, num_draws: int) -> None:

@@ -17,6 +17,8 @@ from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.order_checkpoint import save_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel
+from dlmgrid.workers.drafting.set_checkpoint import save_set_model
+from dlmgrid.workers.drafting.set_model import SetModel, SetShape
 from dlmgrid.workers.drafting.spiffy import SpiffyDrafter
 from dlmgrid.workers.drafting.spiffy_calibration import calibrate_graph
 from dlmgrid.workers.drafting.spiffy_graph import save_graph
@@ -24,6 +26,7 @@ from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import write_items
 from dlmgrid.workers.models.catalog import resolve_checkpoint
+from dlmgrid.workers.models.checkpoint import read_config
 from dlmgrid.workers.recompute import recompute_rows
 from dlmgrid.workers.tables import GENERATIONS, deterministic_columns
 from dlmgrid.workers.testing.tiny_runs import tiny_cell, tiny_decode
@@ -111,6 +114,48 @@ def reference_unit(cell: Cell, folder: Path, item_ids: list[str], drafter: str =
     )  # fmt: skip
 
 
+def exact_rows(runner: UnitRunner, unit: WorkUnit) -> list[dict[str, Any]]:
+    """Run a unit and hold its rows to their claim on all three levels."""
+    result = runner.run(unit)
+    assert (result.num_errors, result.num_inexact, result.num_unchecked) == (0, 0, 0)
+    rows: list[dict[str, Any]] = pq.read_table(unit.output).to_pylist()
+    assert {row["claim"] for row in rows} == {"exact"}
+    for row in rows:
+        assert row["exact_tokens"] and row["exact_path"] and row["exact_bits"], unit.cell
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5], ids=lambda t: f"T{t}")
+def test_set_drafts_of_the_reference_model_are_exact(tmp_path: Path, temperature: float) -> None:
+    runner, items = UnitRunner(actor="test"), held_out_items(1)
+    write_items(tmp_path / "items.jsonl", items)
+    ids = [item.item_id for item in items]
+    config = read_config(resolve_checkpoint("reference"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shape = SetShape(hidden_size=config.hidden_size, vocab_size=config.vocab_size, width=16, num_layers=1)
+        model = SetModel(shape)
+        model.table.normal_()
+    file = tmp_path / "sets.safetensors"
+    mark = save_set_model(file, model, target="", card={})
+    settings = {"temperature": temperature, "decoder": "threshold", "threshold": 0.7}
+    reference = reference_unit(reference_cell(**settings), tmp_path, ids)
+    runner.run(reference)
+    for window in ("", "full"):
+        cell = reference_cell(
+            method="spot_sets", budget=6, drafter_fingerprint=mark, window=window, **settings
+        )
+        unit = reference_unit(cell, tmp_path, ids, str(file))
+        exact_rows(runner, replace(unit, reference_shards=(reference.output,)))
+    cell = reference_cell(
+        method="spot_sets_product", budget=6, drafter_fingerprint=mark, product_tau=0.3, **settings
+    )
+    unit = reference_unit(cell, tmp_path, ids, str(file))
+    result = runner.run(replace(unit, reference_shards=(reference.output,)))
+    (row,) = pq.read_table(unit.output).to_pylist()
+    assert (row["claim"], row["error"], result.num_inexact) == ("approximate", None, 0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5], ids=lambda t: f"T{t}")
 def test_rows_of_the_reference_model_are_exact_and_decode_again(tmp_path: Path, temperature: float) -> None:
     runner = UnitRunner(actor="test")
@@ -133,20 +178,20 @@ def test_rows_of_the_reference_model_are_exact_and_decode_again(tmp_path: Path, 
     ids = [item.item_id for item in items]
     reference = reference_unit(reference_cell(temperature=temperature), tmp_path, ids)
     runner.run(reference)
-    for method, file, mark, gamma in (
-        ("spiffy", graph_file, graph.fingerprint, None),
-        ("spot", checkpoint, fingerprint, None),
-        ("spot_gamma", checkpoint, fingerprint, 0.02),
+    for method, file, mark, changes in (
+        ("ssd", "", "", {"fused_commit": True}),
+        ("confidence_tree", "", "", {"verification": "uncoupled"}),
+        ("spiffy", graph_file, graph.fingerprint, {}),
+        ("spiffy_pruned", graph_file, graph.fingerprint, {"window": "cross_block"}),
+        ("spot", checkpoint, fingerprint, {}),
+        ("spot", checkpoint, fingerprint, {"window": "full", "fused_commit": True}),
+        ("spot_gamma", checkpoint, fingerprint, {"gamma": 0.02}),
     ):
         cell = reference_cell(
-            temperature=temperature, method=method, budget=6, drafter_fingerprint=mark, gamma=gamma
+            temperature=temperature, method=method, budget=6, drafter_fingerprint=mark, **changes
         )
         unit = reference_unit(cell, tmp_path, ids, str(file))
-        result = runner.run(replace(unit, reference_shards=(reference.output,)))
-        assert (result.num_errors, result.num_inexact, result.num_unchecked) == (0, 0, 0)
-        rows = pq.read_table(unit.output).to_pylist()
-        assert {row["claim"] for row in rows} == {"exact"}
-        assert all(row["exact_tokens"] and row["exact_path"] and row["exact_bits"] for row in rows)
+        rows = exact_rows(runner, replace(unit, reference_shards=(reference.output,)))
     again = recompute_rows(rows, Path(unit.checkpoint), tmp_path / "items.jsonl", drafters=drafters)
     names = [name for name in deterministic_columns(GENERATIONS) if not name.startswith(("exact_", "first_"))]
     ignored = {"batch_size", "batch_position", "attempt", "top2_margin"}

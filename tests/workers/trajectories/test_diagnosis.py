@@ -88,3 +88,26 @@ def test_oracle_cuts_are_ratios_of_all_forwards(record_tiny: Callable[..., Any])
     value, count = found[Quantity("oracle_position_cut", None, None, 8)]
     assert count == len(trajectories)
     assert 1 < value <= serialized / sum(row["nfe_commit"] * 2 for row in recording.decode(recording.cell()))
+
+
+def test_trees_are_described_as_a_replay_grows_them(record_tiny: Callable[..., Any]) -> None:
+    recording = record_tiny()
+    found = diagnosed(list(load_trajectories(recording.path)))
+    for method in ("ssd", "confidence_tree"):
+        live = recording.decode(recording.cell(method=method, budget=8))
+        accepted = [count for row in live for count in row["accepted"]]
+        assert found[Quantity(f"{method}_accepted", None, None, 8)] == (
+            pytest.approx(sum(accepted) / len(accepted)),
+            len(accepted),
+        )
+    drafted = sum(row["drafted_nodes"] for row in recording.decode(recording.cell(method="ssd", budget=8)))
+    depth, rounds = found[Quantity("ssd_tree_depth", None, None, 8)]
+    assert depth * rounds == pytest.approx(drafted), "a chain is as deep as it has states"
+    assert found[Quantity("ssd_tree_width", None, None, 8)][0] <= 1
+    assert found[Quantity("confidence_tree_tree_width", None, None, 8)][0] > 1
+
+
+def test_tokens_of_older_passes_are_committed_less_often(record_tiny: Callable[..., Any]) -> None:
+    found = diagnosed(list(load_trajectories(record_tiny(decoder="static").path)))
+    assert found[Quantity("aged_token_hit", None, 1)] == found[Quantity("stale_token_hit", None)]
+    assert found[Quantity("aged_token_hit", None, 6)][0] < found[Quantity("aged_token_hit", None, 1)][0]

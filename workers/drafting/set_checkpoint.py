@@ -1,0 +1,95 @@
+"""The file of a set model: one safetensors file whose header names its format, its target and its sizes.
+
+    CKPT.safetensors   weights (the candidate table in fp16); metadata key dlmgrid: format, target, shape and card
+    CKPT.json          the card with the fingerprint, for people
+
+Reading header and fingerprint needs no torch; only :func:`load_set_model` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlmgrid.workers.errors import InputError
+
+if TYPE_CHECKING:
+    from dlmgrid.workers.drafting.set_model import SetModel
+
+FORMAT = "dlmgrid-set-model-1"
+_HEADER = "dlmgrid"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetCheckpoint:
+    """A checked file. ``target`` is the weight fingerprint of the model whose hidden states it reads."""
+
+    path: Path
+    fingerprint: str
+    target: str
+    shape: dict[str, int]
+    card: dict[str, Any]
+
+
+def read_set_checkpoint(path: Path) -> SetCheckpoint:
+    """Check a file by its header. Raises InputError for a missing, damaged or foreign one."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(
+            f"set model {path} does not exist; make one with dlmgrid train-sets TRAJ --out {path}"
+        )
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"set model {path}: not a whole safetensors file ({error}); train it again"
+        ) from error
+    found = header.get("format", "no format")
+    if found != FORMAT:
+        raise InputError(f"set model {path}: it holds {found}, this version reads {FORMAT}; train it again")
+    fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+    return SetCheckpoint(
+        path=path,
+        fingerprint=fingerprint,
+        target=header["target"],
+        shape=header["shape"],
+        card=header["card"],
+    )
+
+
+def save_set_model(path: Path, model: SetModel, *, target: str, card: dict[str, Any]) -> str:
+    """Write the model, and the card beside it, each whole; returns the fingerprint."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        name: (value.detach().half() if name == "table" else value.detach().float()).cpu().contiguous()
+        for name, value in model.state_dict().items()
+    }
+    header = {"format": FORMAT, "target": target, "shape": asdict(model.shape), "card": card}
+    partial = path.with_name(path.name + ".part")
+    save_file(tensors, str(partial), metadata={_HEADER: json.dumps(header, sort_keys=True)})
+    partial.replace(path)
+    fingerprint = read_set_checkpoint(path).fingerprint
+    text = json.dumps({"fingerprint": fingerprint, **header}, indent=1, sort_keys=True)
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    return fingerprint
+
+
+def load_set_model(path: Path) -> SetModel:
+    """The model of a checked file, fp32. Raises InputError as :func:`read_set_checkpoint`, or for other weights."""
+    from safetensors.torch import load_file
+
+    from dlmgrid.workers.drafting.set_model import SetModel, SetShape
+
+    found = read_set_checkpoint(path)
+    try:
+        model = SetModel(SetShape(**found.shape))
+        model.load_state_dict(load_file(str(path)))
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"set model {path}: its weights do not fit this version; train it again") from error
+    return model
