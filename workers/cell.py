@@ -22,8 +22,8 @@ DEFAULT_COMPARISON = "sdar"
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
 
-EXACT_CACHES = ("block", "causal")
-"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
+APPROXIMATE_CACHES = ("sub_block",)
+"""Caches that hold keys and values of earlier states; their rows are exact against each other only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +38,11 @@ class Cell:
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
     with the next block's first pass: fewer forwards, the same tokens. ``window`` lets drafts leave their
     block: ``cross_block``, ``refresh``, ``full`` for both, "" for neither. ``drafter_fingerprint`` identifies a learned
-    or calibrated part ("" if none).
+    or calibrated part ("" if none). ``family`` is the model's ("" in texts made elsewhere).
     """
 
     model: str
+    family: str = ""
     revision: str = ""
     weight_fingerprint: str = ""
     benchmark: str
@@ -127,7 +128,7 @@ class Cell:
         if cell.method == IMPORTED:
             return IMPORTED
         approximate = (
-            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache not in EXACT_CACHES
+            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache in APPROXIMATE_CACHES
         )
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"

@@ -28,6 +28,7 @@ from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.engine import Engine, load_engine
+from dlmgrid.workers.engine.sub_blocks import SubBlockTarget
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
@@ -137,7 +138,8 @@ class UnitRunner:
         if recorder is not None:
             recorder.stop_token_ids = settings.stop_token_ids
             settings = replace(settings, records_window=recorder.records_window)
-        decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
+        target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
+        decoder = Decoder(target, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
