@@ -15,6 +15,12 @@ SCHEMA_OF_KEYS = 1
 # The method, and the claim, of texts that were made elsewhere.
 IMPORTED = "imported"
 
+APPROXIMATE_CACHES = ("prefix", "dual")
+"""Caches that hold keys and values of an earlier canvas; their rows are exact against each other only."""
+
+SHIFTED_CANVAS_FAMILIES = ("dream",)
+"""Bidirectional families whose row i predicts position i + 1."""
+
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
 
@@ -29,10 +35,14 @@ class Cell:
     the ``threshold`` decoder, ``factor`` to ``factor``, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
     with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
-    or calibrated part ("" if none).
+    or calibrated part ("" if none). ``family`` is the model's ("" in texts made elsewhere). ``steps`` belongs to the
+    ``llada`` and ``dream`` decoders and counts the steps of a whole generation; ``confidence``, ``alg_temp``,
+    ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None where they are
+    not set. ``cache`` is ``block`` for block-causal models; bidirectional ones have ``none``, ``prefix`` or ``dual``.
     """
 
     model: str
+    family: str = ""
     revision: str = ""
     weight_fingerprint: str = ""
     benchmark: str
@@ -51,6 +61,12 @@ class Cell:
     threshold: float | None = None
     comparison: str | None = None
     factor: float | None = None
+    steps: int | None = None
+    confidence: str | None = None
+    alg_temp: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    eos_policy: str | None = None
     fused_commit: bool = False
     gamma: float | None = None
     fold_tau: float | None = None
@@ -104,10 +120,25 @@ class Cell:
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
-        approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
-        if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
+        if cell.cache in APPROXIMATE_CACHES or not cell.keeps_to_reference:
             return "approximate"
         return "law" if cell.verification == "uncoupled" else "exact"
+
+    @property
+    def keeps_to_reference(self) -> bool:
+        """Whether a row must equal its serialized run, which has the same cache, on all three levels.
+
+        An approximate cache changes what the model computes, not whether drafting is lossless.
+        """
+        cell = self.canonical()
+        if cell.method == IMPORTED or cell.numerics == "fast" or cell.verification == "greedy_match":
+            return False
+        return cell.product_tau is None and cell.fold_tau in (None, 0.0)
+
+    @property
+    def opens_first_position(self) -> bool:
+        """Whether the first step of a block commits its first position alone: a shifted model with a cache."""
+        return self.family in SHIFTED_CANVAS_FAMILIES and self.cache in APPROXIMATE_CACHES
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,6 +16,7 @@ positions only. Legend: S samples, A samples still walking, L block length, R ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -23,9 +24,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
+from dlmgrid.kernels.logits import Summary, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.sampling import READS_STEP, Drawn, PositionNoise, draw, forbid_tokens
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
 from dlmgrid.workers.decoding.tree import DraftTree
@@ -42,12 +44,14 @@ class TransitionRule:
     """Everything T(state) depends on besides the logits.
 
     ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
+    ``end_token_ids``: the tokens that end a text, and then a turn, for the rule's policy on them.
     """
 
     rule: CommitRule
     temperature: float
     noise: NoiseTable
     accepts_argmax: bool = False
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,6 +101,7 @@ def walk(
     snapshots: Snapshots | None,
     snapshot_rows: Tensor,
     on_step: Callable[[SeenStep], None] | None = None,
+    block_steps: Tensor | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
     """Walk every sample's tree.
 
@@ -109,6 +114,7 @@ def walk(
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
         on_step: is shown every transition; for recording a run.
+        block_steps: int64 [S], steps of the block made before the root, for rules that depend on the step; None: 0.
 
     Raises:
         FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
@@ -119,6 +125,9 @@ def walk(
     """
     num_samples = first_segment.shape[0]
     device = hidden.device
+    rule = transition.rule
+    first_steps = torch.zeros_like(commit_counts) if block_steps is None else block_steps
+    num_walked = 0
     roots = tree.tokens[:, 0].clone()
     root_masked = num_masked(roots)
     steps = [WalkedSteps() for _ in range(num_samples)]
@@ -129,27 +138,34 @@ def walk(
         masked = states == MASKED
         row_of, position = masked.nonzero(as_tuple=True)
         logits = head.logits(hidden[first_segment[active] + node][masked])
+        logits = forbid_tokens(logits, rule.sampling, transition.end_token_ids)
+        block_step = first_steps[active] + num_walked
+        num_walked += 1
         counts = commit_counts[active] + root_masked[active] - num_masked(states)
+        row_keys, row_positions = keys[active][row_of], block_starts[active][row_of] + position
         gumbel = None
         if transition.temperature > 0:
             gumbel = transition.noise.rows(
-                keys[active][row_of],
-                Stream.TOKEN,
-                block_starts[active][row_of] + position,
-                counts[row_of],
-                logits.shape[1],
+                row_keys, Stream.TOKEN, row_positions, counts[row_of], logits.shape[1]
             )
-        drawn = choose(logits, transition.temperature, gumbel)
-        if not bool(torch.isfinite(drawn.probabilities).all()):
+        draws = (block_step if rule.sampling.confidence in READS_STEP else counts)[row_of]
+        position_noise = PositionNoise(
+            functools.partial(transition.noise.position_uniforms, row_keys, row_positions, draws),
+            functools.partial(transition.noise.position_gumbels, row_keys, row_positions, draws),
+        )
+        drawn = _draw(transition, logits, gumbel, position_noise)
+        if not bool(torch.isfinite(drawn.choice.probabilities).all()):
             raise FloatingPointError("the model's logits are not finite at a state of this item")
-        step = _step(transition.rule, states, drawn, row_of, position)
+        step = _step(rule, states, drawn, row_of, position, block_step)
         if transition.accepts_argmax and gumbel is not None:
-            unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
-            argmax = _step(transition.rule, states, unperturbed, row_of, position)
+            unperturbed = _draw(transition, logits, torch.zeros_like(gumbel), position_noise)
+            argmax = _step(rule, states, unperturbed, row_of, position, block_step)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
             found = tree.find(active, step.following)
+        if rule.may_open_nothing:  # the state stays, the block's step counts on: the round ends
+            found = torch.where(step.selected.any(dim=1), found, -1)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
             0, row_of, commit_hashes(position, row_digests(logits))
         )
@@ -195,15 +211,31 @@ def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
     )
 
 
-def _step(rule: CommitRule, states: Tensor, choice: Choice, row_of: Tensor, position: Tensor) -> _Step:
-    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
-    confidence = torch.full(states.shape, -1.0, device=states.device)
-    confidence[row_of, position] = choice.probabilities
+def _draw(
+    transition: TransitionRule, logits: Tensor, gumbel: Tensor | None, position_noise: PositionNoise
+) -> Drawn:
+    return draw(
+        logits,
+        transition.rule.sampling,
+        transition.temperature,
+        gumbel,
+        position_noise,
+        transition.end_token_ids,
+    )
+
+
+def _step(
+    rule: CommitRule, states: Tensor, drawn: Drawn, row_of: Tensor, position: Tensor, block_step: Tensor
+) -> _Step:
+    """Apply the commit rule to what was drawn at the masked positions of ``states`` int32 [A, L]."""
+    choice = drawn.choice
+    confidence = torch.full(states.shape, -torch.inf, device=states.device)
+    confidence[row_of, position] = drawn.confidence
     tokens = states.clone()
     tokens[row_of, position] = choice.tokens.to(torch.int32)
     masked = states == MASKED
-    selected = rule.select(masked, confidence) & masked
-    if not bool(selected.any(dim=1).all()):
+    selected = rule.at_step(masked, confidence, block_step) & masked
+    if not rule.may_open_nothing and not bool(selected.any(dim=1).all()):
         raise StalledError(f"decoder {rule.name!r} opened no position of a state with masks left")
     margins = torch.zeros(states.shape, device=states.device)
     margins[row_of, position] = choice.margins

@@ -171,7 +171,7 @@ def _expand(
 
 def _without_weakest(step: Tensor, confidence: Tensor) -> Tensor:
     """The positions of a step but its last choice; empty for a step of one."""
-    scores = torch.where(step, confidence, torch.full_like(confidence, -1.0))
+    scores = torch.where(step, confidence, torch.full_like(confidence, -torch.inf))
     rank = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
     return step & (rank < step.sum(dim=-1, keepdim=True) - 1)
 
