@@ -35,7 +35,10 @@ from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 
-STOP_POLICIES = ("eos", "none")
+STOP_POLICIES = ("eos", "full", "none")
+"""``eos``: a sample ends after the block that holds a stop id; ``full``: the canvas is filled and then cut at the first
+stop id, as LLaDA and Dream are published; ``none``: stop ids are tokens like others."""
+
 VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
 """The verification modes that keep to the serialized path, and the noise that the drafter's predictions read."""
 
@@ -69,7 +72,8 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSettings:
-    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``.
+    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``; ``end_token_ids``, the end of
+    a text first, are what the rule's policy on end tokens is about.
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
     """
@@ -84,6 +88,7 @@ class DecodeSettings:
     verification: str = "coupled"
     stop: str = "eos"
     fused_commit: bool = False
+    end_token_ids: tuple[int, ...] = ()
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +150,7 @@ def canvas_length(prompt_tokens: int, gen_length: int, block_length: int) -> int
     return -(-(prompt_tokens + gen_length) // block_length) * block_length
 
 
-class _Sample:
+class Sample:
     """A sample in flight: where it stands in its canvas."""
 
     def __init__(self, prompt: Prompt, settings: DecodeSettings, slot: int) -> None:
@@ -158,6 +163,7 @@ class _Sample:
         self.block_start = len(prompt.token_ids) // length * length
         self.key = settings.noise.key(prompt.item_id, prompt.repeat)
         self.needs_prefill = self.block_start > 0
+        self.block_steps = 0  # steps of the block, those that opened nothing counted
         self.generation = Generation(prompt=prompt, batch_position=slot)
 
     @property
@@ -213,9 +219,7 @@ class Decoder:
             ValueError: a prompt is empty, or its canvas is longer than the target's buffers.
         """
         for prompt in prompts:
-            canvas = canvas_length(
-                len(prompt.token_ids), self.settings.gen_length, self.settings.block_length
-            )
+            canvas = self._canvas_length(prompt)
             if not prompt.token_ids or canvas > self.target.max_length:
                 raise ValueError(
                     f"item {prompt.item_id!r}: {len(prompt.token_ids)} prompt tokens and gen_length "
@@ -224,12 +228,12 @@ class Decoder:
         width = min(self.target.num_slots, max_in_flight or self.target.num_slots, len(prompts))
         waiting = deque(enumerate(prompts))
         free_slots = list(range(width))[::-1]
-        in_flight: dict[int, _Sample] = {}
+        in_flight: dict[int, Sample] = {}
         done: dict[int, Generation] = {}
         while waiting or in_flight:
             while waiting and free_slots:
                 index, prompt = waiting.popleft()
-                in_flight[index] = _Sample(prompt, self.settings, free_slots.pop())
+                in_flight[index] = self._begin(prompt, free_slots.pop())
                 in_flight[index].generation.batch_size = width
                 if self.recorder is not None:
                     self.recorder.start(prompt)
@@ -242,7 +246,13 @@ class Decoder:
                     del in_flight[index]
         return [done[index] for index in range(len(prompts))]
 
-    def _pass(self, samples: list[_Sample]) -> None:
+    def _canvas_length(self, prompt: Prompt) -> int:
+        return canvas_length(len(prompt.token_ids), self.settings.gen_length, self.settings.block_length)
+
+    def _begin(self, prompt: Prompt, slot: int) -> Sample:
+        return Sample(prompt, self.settings, slot)
+
+    def _pass(self, samples: list[Sample]) -> None:
         """One packed pass: each sample prefills, denoises or commits, or commits and denoises the next block."""
         start = self._clock()
         storing = [s for s in samples if s.needs_prefill or s.is_block_complete]
@@ -293,7 +303,7 @@ class Decoder:
                 self._stored(sample)
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
 
-    def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _inputs(self, samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         device = self.target.device
         return (
             torch.tensor([s.block for s in samples], dtype=torch.int32, device=device),
@@ -303,7 +313,7 @@ class Decoder:
             torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device),
         )
 
-    def _draft(self, samples: list[_Sample]) -> DraftTree:
+    def _draft(self, samples: list[Sample]) -> DraftTree:
         settings = self.settings
         roots, counts, starts, keys, slots = self._inputs(samples)
         tree = DraftTree(len(samples), settings.budget, settings.block_length, self.target.device)
@@ -326,7 +336,7 @@ class Decoder:
         return tree
 
     def _walk(
-        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
+        self, samples: list[Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
     ) -> None:
         _, counts, starts, keys, slots = self._inputs(samples)
         on_step: Callable[[SeenStep], None] | None = None
@@ -339,6 +349,7 @@ class Decoder:
                 temperature=self.settings.temperature,
                 noise=self.settings.noise,
                 accepts_argmax=self.settings.verification == GREEDY_MATCH,
+                end_token_ids=self.settings.end_token_ids,
             ),
             hidden=hidden,
             first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),
@@ -349,6 +360,7 @@ class Decoder:
             snapshots=self._snapshots,
             snapshot_rows=slots,
             on_step=on_step,
+            block_steps=torch.tensor([s.block_steps for s in samples], dtype=torch.int64, device=hidden.device),
         )
         for sample, root, steps, nodes in zip(
             samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True
@@ -357,8 +369,9 @@ class Decoder:
             self._account(sample, steps, nodes)
 
     @staticmethod
-    def _account(sample: _Sample, steps: WalkedSteps, nodes: int) -> None:
+    def _account(sample: Sample, steps: WalkedSteps, nodes: int) -> None:
         generation, start = sample.generation, sample.block_start
+        sample.block_steps += len(steps.commits)
         generation.steps.extend(
             tuple((start + at, token) for at, token in commits) for commits in steps.commits
         )
@@ -368,7 +381,7 @@ class Decoder:
         generation.drafted_nodes += nodes - 1
         generation.nfe_denoise += 1
 
-    def _stored(self, sample: _Sample) -> None:
+    def _stored(self, sample: Sample) -> None:
         """After a pass that stored keys and values: the prompt is in, or a block is finished."""
         if sample.needs_prefill:
             sample.needs_prefill = False
@@ -382,18 +395,21 @@ class Decoder:
 
     @property
     def _stops(self) -> tuple[int, ...]:
-        return self.settings.stop_token_ids if self.settings.stop == "eos" else ()
+        return () if self.settings.stop == "none" else self.settings.stop_token_ids
 
-    def _ends(self, sample: _Sample) -> bool:
+    def _ends(self, sample: Sample) -> bool:
         """Whether the sample's finished block is its last: it fills the canvas or holds a stop id."""
-        is_stopped = any(token in self._stops for token in sample.block[sample.prompt_in_block :])
+        is_stopped = self.settings.stop == "eos" and any(
+            token in self._stops for token in sample.block[sample.prompt_in_block :]
+        )
         return is_stopped or sample.block_start + sample.block_length >= sample.canvas
 
-    def _next_block(self, sample: _Sample) -> None:
+    def _next_block(self, sample: Sample) -> None:
         sample.block_start += sample.block_length
+        sample.block_steps = 0
         self._new_block(sample)
 
-    def _finish(self, sample: _Sample) -> None:
+    def _finish(self, sample: Sample) -> None:
         stops = self._stops
         prompt_tokens = len(sample.prompt.token_ids)
         end = min(sample.block_start + sample.block_length, prompt_tokens + self.settings.gen_length)
@@ -402,12 +418,12 @@ class Decoder:
         sample.generation.token_ids = output if cut is None else output[: cut + 1]
         sample.generation.stop_reason = "length" if cut is None else "eos"
 
-    def _new_block(self, sample: _Sample) -> None:
+    def _new_block(self, sample: Sample) -> None:
         if self._snapshots is not None:
             self._snapshots.invalidate(torch.tensor([sample.slot], device=self.target.device))
 
     def _share_time(
-        self, samples: list[_Sample], rows: dict[int, int], denoising: list[_Sample], marks: Sequence[float]
+        self, samples: list[Sample], rows: dict[int, int], denoising: list[Sample], marks: Sequence[float]
     ) -> None:
         start, drafted, verified, sampled, end = marks
         total = sum(rows.values())

@@ -3,8 +3,9 @@
 The token of a row is the argmax of its logits at T = 0, else of logits / T + Gumbel noise, after the filters. The
 *confidence* is what a commit rule orders positions by; its published forms, by the names of their sources:
 
-    sampled         tempered probability of the drawn token, before filters (SDAR as OpenCompass runs it)
-    low_confidence  probability of the drawn token under the logits as they are (ML-GSAI/LLaDA generate.py)
+    tempered        tempered probability of the drawn token, before filters (SDAR as OpenCompass runs it)
+    plain           probability of the drawn token under the logits as they are (``low_confidence`` of ML-GSAI/LLaDA
+                    generate.py; Nemotron-Labs-Diffusion, SGLang)
     random          uniform noise (ML-GSAI/LLaDA generate.py, remasking="random")
     maskgit_plus    tempered, filtered probability of the drawn token (DreamLM/Dream generation_utils.py)
     topk_margin     lead of the first over the second tempered, filtered probability (same)
@@ -26,7 +27,7 @@ from torch import Tensor
 from dlmgrid.kernels.logits import Choice, choose
 from dlmgrid.workers.cell import Cell
 
-CONFIDENCES = ("sampled", "low_confidence", "random", "maskgit_plus", "topk_margin", "entropy", "origin")
+CONFIDENCES = ("tempered", "plain", "random", "maskgit_plus", "topk_margin", "entropy", "origin")
 
 READS_STEP = ("origin",)
 """Confidences whose noise is keyed by the step of the block: a step may open nothing, and the next draws anew."""
@@ -47,7 +48,7 @@ class Sampling:
     ``top_p`` and ``top_k`` filter the tempered distribution, in this order; None filters nothing.
     """
 
-    confidence: str = "sampled"
+    confidence: str = "tempered"
     alg_temp: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -69,7 +70,7 @@ class Sampling:
 def sampling_of(cell: Cell) -> Sampling:
     """The draw of a cell. Raises ValueError for a setting out of range."""
     return Sampling(
-        confidence=cell.confidence or "sampled",
+        confidence=cell.confidence or "tempered",
         alg_temp=cell.alg_temp or 0.0,
         top_p=cell.top_p,
         top_k=cell.top_k,
@@ -158,11 +159,11 @@ def _rate(
         return -position_noise.uniform().float()
     if kind == "maskgit_plus":
         return choice.probabilities
-    if kind == "sampled":
+    if kind == "tempered":
         if filtered is logits:
             return choice.probabilities
         return _distribution(logits, temperature).gather(1, choice.tokens[:, None]).squeeze(1)
-    if kind == "low_confidence":
+    if kind == "plain":
         if filtered is logits and temperature in (0, 1):
             return choice.probabilities
         return _distribution(logits, 1).gather(1, choice.tokens[:, None]).squeeze(1)

@@ -145,7 +145,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )
-    if inputs.rule.sampling.confidence == "low_confidence" and temperature != 1:
+    if inputs.rule.sampling.confidence == "plain" and temperature != 1:
         untempered = torch.where(two[..., 0] == 0, 1 - others, raw[..., 0].double())
         found = found._replace(confidence=raw[..., 0], unrounded_confidence=untempered)
     return _rated(inputs, commit_counts, found)

@@ -58,8 +58,8 @@ def test_confidences_are_those_of_their_sources(
     at = torch.arange(ROWS)
     ranked = kept.sort(1, descending=True).values
     expected = {
-        "sampled": tempered.softmax(1)[at, tokens],
-        "low_confidence": rows.softmax(1)[at, tokens],
+        "tempered": tempered.softmax(1)[at, tokens],
+        "plain": rows.softmax(1)[at, tokens],
         "maskgit_plus": kept[at, tokens],
         "topk_margin": ranked[:, 0] - ranked[:, 1],
         "entropy": (kept * torch.log(kept + 1e-10)).sum(1),
