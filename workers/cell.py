@@ -24,6 +24,9 @@ SHIFTED_CANVAS_FAMILIES = ("dream",)
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
 
+DEFAULT_CONFIDENCE = "tempered"
+"""What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -32,13 +35,14 @@ class Cell:
     ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
-    the ``threshold`` decoder, ``factor`` to ``factor``, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
-    ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
-    with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
-    or calibrated part ("" if none). ``family`` is the model's ("" in texts made elsewhere). ``steps`` belongs to the
-    ``llada`` and ``dream`` decoders and counts the steps of a whole generation; ``confidence``, ``alg_temp``,
-    ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None where they are
-    not set. ``cache`` is ``block`` for block-causal models; bidirectional ones have ``none``, ``prefix`` or ``dual``.
+    the ``threshold`` decoder, ``factor`` to ``factor``, ``steps`` (of a whole generation) to ``llada`` and ``dream``,
+    ``confidence`` (what is compared) and ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all,
+    ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold, ``product_tau`` to SPOT-Sets; each is None where it does not apply.
+    ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None
+    where not set. ``fused_commit`` joins a block's commit pass with the next block's first pass: fewer forwards, the
+    same tokens. ``drafter_fingerprint`` identifies a learned or calibrated part ("" if none). ``family`` is the
+    model's ("" in texts made elsewhere). ``cache`` is ``block`` for block-causal models; bidirectional ones have
+    ``none``, ``prefix`` or ``dual``.
     """
 
     model: str
@@ -62,11 +66,12 @@ class Cell:
     comparison: str | None = None
     factor: float | None = None
     steps: int | None = None
-    confidence: str | None = None
+    confidence: str = DEFAULT_CONFIDENCE
     alg_temp: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     eos_policy: str | None = None
+    sub_block_length: int = 0
     fused_commit: bool = False
     gamma: float | None = None
     fold_tau: float | None = None
@@ -83,7 +88,7 @@ class Cell:
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
         three verification modes accept the same states and no noise is read, whatever its keying; a threshold
-        without a comparison has the default one."""
+        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one."""
         cell = self
         if cell.method == IMPORTED:
             return cell
@@ -102,6 +107,8 @@ class Cell:
             cell = replace(cell, comparison=DEFAULT_COMPARISON)
         if cell.temperature == 0:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
+        if cell.confidence == "plain" and cell.temperature in (0, 1):
+            cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
         return cell
 
     def reference(self) -> Cell:

@@ -31,6 +31,7 @@ from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.models.checkpoint import read_config
+from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
@@ -323,6 +324,7 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         verification=cell.verification,
         stop=cell.stop,
         fused_commit=cell.fused_commit,
+        shifted=get_family(engine.config.family).shifted,
         profiled=profiled,
     )
 

@@ -186,7 +186,7 @@ def _gather(own: Tensor, cache: Tensor | None, group: CanvasGroup) -> Tensor:
 def _attend_group(
     queries: Tensor, keys: Tensor, values: Tensor, group: CanvasGroup, scale: float | None
 ) -> Tensor:
-    """Output [n, panels * PANEL_QUERIES, Hq, d] fp32 of a group, ``keys`` and ``values`` as :func:`_gather` has them."""
+    """Output [n, panels * PANEL_QUERIES, Hq, d] fp32 of a group; ``keys``, ``values`` as :func:`_gather` gives them."""
     num, _, num_kv_heads, width = keys.shape
     num_heads = queries.shape[1]
     shared = num_heads // num_kv_heads

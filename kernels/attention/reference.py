@@ -212,9 +212,7 @@ def _attend_group(
     for tile in range(1, full + 1):
         if tile % TILES_PER_SPLIT:
             torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
-    decay = (
-        maximum[:, :-1].sub(maximum[:, 1:]).clamp_(LEAST_EXPONENT, 0.0).exp_()
-    )  # read only inside a split
+    decay = maximum[:, :-1].sub(maximum[:, 1:]).clamp_(LEAST_EXPONENT, 0.0).exp_()  # read only inside a split
     scores = exponentials(scores, maximum[:, :-1])
     last = exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
     sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)

@@ -7,6 +7,7 @@ from dlmgrid.kernels.logits.reference import (
     choose,
     row_digests,
     summarize,
+    token_probabilities,
 )
 
-__all__ = ["NUM_CANDIDATES", "Choice", "Summary", "choose", "row_digests", "summarize"]
+__all__ = ["NUM_CANDIDATES", "Choice", "Summary", "choose", "row_digests", "summarize", "token_probabilities"]

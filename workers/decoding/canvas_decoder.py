@@ -67,7 +67,9 @@ class CanvasDecoder(Decoder):
         recorder: Recorder | None = None,
     ) -> None:
         if settings.fused_commit:
-            raise ValueError("fused_commit belongs to block-causal models: a bidirectional one commits nothing")
+            raise ValueError(
+                "fused_commit belongs to block-causal models: a bidirectional one commits nothing"
+            )
         super().__init__(target, drafter, settings, recorder)
         self.canvas_target = target
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
-from dlmgrid.workers.decoding.sampling import Sampling, sampling_of
+from dlmgrid.workers.decoding.sampling import DEFAULT_SAMPLING, Sampling, sampling_of
 from dlmgrid.workers.decoding.schedules import even_split, linear_counts, linear_fractions, opened_by_masked
 
 
@@ -31,21 +31,31 @@ class CommitRule:
     ``max_commits`` bounds the positions of one step from above (None: the block's length). ``sampling`` is how tokens
     are drawn and positions rated. ``select_step`` is given, in place of ``select`` for the target's own steps, where
     a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
-    the state as it is.
+    the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
     """
 
     name: str
     select: Callable[[Tensor, Tensor], Tensor]
     max_commits: int | None
-    sampling: Sampling = Sampling()
+    sampling: Sampling = DEFAULT_SAMPLING
     select_step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     may_open_nothing: bool = False
+    sub_block_length: int = 0
+
+    @property
+    def confidence(self) -> str:
+        """The name of what the rule compares."""
+        return self.sampling.confidence
 
     def at_step(self, masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
         """The positions that step ``steps`` int64 [...] of each state's block commits, bool [..., L]."""
         if self.select_step is None:
             return self.select(masked, confidence)
         return self.select_step(masked, confidence, steps)
+
+    def eligible(self, masked: Tensor) -> Tensor:
+        """The positions of states masked at bool [..., L] that the next step may fill."""
+        return first_sub_block(masked, self.sub_block_length) if self.sub_block_length else masked
 
 
 def top_positions(masked: Tensor, confidence: Tensor, count: int | Tensor) -> Tensor:
@@ -203,18 +213,58 @@ def first_position_first(rule: CommitRule) -> CommitRule:
     return replace(rule, select=select, select_step=select_step)
 
 
-RULES = ("static", "threshold", "factor", "llada", "dream")
+def sequential(commits_per_step: int) -> CommitRule:
+    """The K leftmost masked positions a step, whatever their confidence."""
+    if commits_per_step < 1:
+        raise ValueError(f"commits_per_step is {commits_per_step}, it must be at least 1")
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return masked & (masked.cumsum(dim=-1) <= commits_per_step)
+
+    return CommitRule(name="sequential", select=select, max_commits=commits_per_step)
+
+
+def first_sub_block(masked: Tensor, length: int) -> Tensor:
+    """The masked positions, bool [..., L], of the leftmost run of ``length`` positions that has one."""
+    parts = masked.unflatten(-1, (-1, length))
+    open_parts = parts.any(dim=-1)
+    first = open_parts & (open_parts.cumsum(dim=-1) == 1)
+    chosen: Tensor = parts & first[..., None]
+    return chosen.flatten(-2)
+
+
+def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
+    """``rule`` on the leftmost sub-block that has masks, until it is full: Fast-dLLM-v2's ``generate``."""
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return rule.select(first_sub_block(masked, length), confidence)
+
+    bound = length if rule.max_commits is None else min(length, rule.max_commits)
+    return replace(rule, select=select, max_commits=bound, sub_block_length=length)
+
+
+RULES = ("static", "threshold", "factor", "sequential", "llada", "dream")
 
 
 def build_rule(cell: Cell) -> CommitRule:
     """The commit rule of a cell. Raises ValueError for an unknown decoder, or a setting missing or out of range."""
-    rule = replace(_build_rule(cell), sampling=sampling_of(cell))
-    return first_position_first(rule) if cell.opens_first_position else rule
+    rule = replace(_base_rule(cell), sampling=sampling_of(cell))
+    if cell.opens_first_position:
+        rule = first_position_first(rule)
+    if not cell.sub_block_length:
+        return rule
+    if cell.block_length % cell.sub_block_length:
+        raise ValueError(
+            f"sub_block_length {cell.sub_block_length} does not divide the block of {cell.block_length}"
+        )
+    return in_sub_blocks(rule, cell.sub_block_length)
 
 
-def _build_rule(cell: Cell) -> CommitRule:
+def _base_rule(cell: Cell) -> CommitRule:
     if cell.decoder in ("llada", "dream"):
         return _scheduled_rule(cell)
+    if cell.decoder == "sequential":
+        return sequential(cell.commits_per_step)
     if cell.decoder == "static":
         return static(cell.commits_per_step)
     if cell.decoder == "threshold":

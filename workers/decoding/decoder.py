@@ -72,10 +72,11 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSettings:
-    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``; ``end_token_ids``, the end of
-    a text first, are what the rule's policy on end tokens is about.
+    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``; ``end_token_ids``, the end
+    of a text first, are what the rule's policy on end tokens is about.
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
+    ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row.
     """
 
     block_length: int
@@ -89,6 +90,7 @@ class DecodeSettings:
     stop: str = "eos"
     fused_commit: bool = False
     end_token_ids: tuple[int, ...] = ()
+    shifted: bool = False
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -295,6 +297,8 @@ class Decoder:
         )
         verified = self._clock()
         if tree is not None:
+            if self.settings.shifted:
+                hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
             self._walk(denoising, tree, hidden, first_segments)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
@@ -360,7 +364,9 @@ class Decoder:
             snapshots=self._snapshots,
             snapshot_rows=slots,
             on_step=on_step,
-            block_steps=torch.tensor([s.block_steps for s in samples], dtype=torch.int64, device=hidden.device),
+            block_steps=torch.tensor(
+                [s.block_steps for s in samples], dtype=torch.int64, device=hidden.device
+            ),
         )
         for sample, root, steps, nodes in zip(
             samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, choose
+from dlmgrid.kernels.logits import Choice, choose, token_probabilities
 from dlmgrid.workers.cell import Cell
 
 CONFIDENCES = ("tempered", "plain", "random", "maskgit_plus", "topk_margin", "entropy", "origin")
@@ -67,10 +67,14 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}, it must be at least 1")
 
 
+DEFAULT_SAMPLING = Sampling()
+"""The tempered probability of the drawn token, nothing filtered."""
+
+
 def sampling_of(cell: Cell) -> Sampling:
     """The draw of a cell. Raises ValueError for a setting out of range."""
     return Sampling(
-        confidence=cell.confidence or "tempered",
+        confidence=cell.confidence,
         alg_temp=cell.alg_temp or 0.0,
         top_p=cell.top_p,
         top_k=cell.top_k,
@@ -166,7 +170,7 @@ def _rate(
     if kind == "plain":
         if filtered is logits and temperature in (0, 1):
             return choice.probabilities
-        return _distribution(logits, 1).gather(1, choice.tokens[:, None]).squeeze(1)
+        return token_probabilities(logits, choice.tokens)
     probabilities = _distribution(filtered, temperature)
     if kind == "topk_margin":
         two = probabilities.topk(2, dim=1).values

@@ -58,8 +58,8 @@ class Prediction(NamedTuple):
     """What the stale distributions say of each position, for states with given commit counts.
 
     ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp32: the
-    tempered probability of ``first``, or what else the commit rule compares. ``unrounded_confidence`` fp64: the same, at
-    T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
+    tempered probability of ``first``, or what else the commit rule compares. ``unrounded_confidence`` fp64: the same,
+    at T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
     keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
     every state of a sample is predicted alike. Positions outside the snapshot, and samples whose snapshot is not
@@ -130,7 +130,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
-    if temperature == 1:
+    if temperature == 1 or inputs.rule.confidence == "plain":
         confidence = raw[..., 0]
         unrounded = torch.where(two[..., 0] == 0, 1 - others, confidence.double())
     else:
@@ -145,9 +145,6 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )
-    if inputs.rule.sampling.confidence == "plain" and temperature != 1:
-        untempered = torch.where(two[..., 0] == 0, 1 - others, raw[..., 0].double())
-        found = found._replace(confidence=raw[..., 0], unrounded_confidence=untempered)
     return _rated(inputs, commit_counts, found)
 
 
@@ -156,7 +153,7 @@ def _rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Pre
 
     Filters and the noise of ``alg_temp`` are left out: they cost accepted drafts, never exactness.
     """
-    kind, snapshots = inputs.rule.sampling.confidence, inputs.snapshots
+    kind, snapshots = inputs.rule.confidence, inputs.snapshots
     if kind == "topk_margin":
         lead = snapshots.probabilities[..., 0] - snapshots.probabilities[..., 1]
         confidence = lead[:, None].double()

@@ -140,7 +140,7 @@ def _expand(
     positions = torch.arange(length, device=masked.device)
     core_hashes = torch.where(core, commit_hashes(positions, core_tokens), 0).sum(dim=-1)
 
-    eligible = masked & ~core & (num_masked > step.sum(dim=-1))[..., None]
+    eligible = inputs.rule.eligible(masked & ~core) & (num_masked > step.sum(dim=-1))[..., None]
     log_q = order_model(core_tokens, eligible, prediction)
     base = (frontier.log_mass + core_log_probability)[..., None] + log_q
     base = torch.where(eligible, base, -torch.inf)

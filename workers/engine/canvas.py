@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ from dlmgrid.kernels.attention import (
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables
-from dlmgrid.workers.engine.memory import check_memory, padded_length, plan_memory
-from dlmgrid.workers.engine.model_head import ModelHead, free_memory, memory_errors, type_name
+from dlmgrid.workers.engine.memory import padded_length
+from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, load_model, memory_errors
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.families import get_family
-from dlmgrid.workers.models.layers import LayerRows, run_layers
+from dlmgrid.workers.models.layers import PassRows, run_rows
 from dlmgrid.workers.models.weights import ModelWeights
 
 CACHES = ("none", "prefix", "dual")
@@ -49,6 +50,7 @@ class _Layout:
     """Where the rows of a pass lie. Row r holds position ``positions[r]`` of segment ``segments[r]``."""
 
     segments: Tensor  # [R] int64
+    slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64
     first_rows: Tensor  # [N] int64
     starts: Tensor  # [N] int64: the first position that is computed
@@ -82,18 +84,14 @@ class CanvasEngine(ModelHead):
         """
         if cache not in CACHES:
             raise InputError(f"cache: {cache!r} is not one of {', '.join(CACHES)}")
-        super().__init__(config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics)
+        super().__init__(
+            config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics
+        )
         self.cache = cache
         self.max_length = padded_length(max_length)
         self.is_shifted = get_family(config.family).shifted
         num_cached = 0 if cache == "none" else num_slots
-        plan = plan_memory(config, num_slots=num_cached, max_length=max_length, dtype=type_name(dtype))
-        budget = memory_budget_bytes
-        if budget is None:
-            free = free_memory(self.device)
-            budget = None if free is None else free + plan.weight_bytes  # the weights are already there
-        if budget is not None:
-            check_memory(plan, budget, num_slots=num_slots, max_length=max_length)
+        self.check_room(max_length, num_cached, memory_budget_bytes)
         shape = (
             config.num_hidden_layers,
             num_cached,
@@ -119,7 +117,9 @@ class CanvasEngine(ModelHead):
         Raises ValueError for one that is longer than the buffers, and for ids outside the vocabulary.
         """
         if not 0 < len(tokens) <= self.max_length:
-            raise ValueError(f"slot {slot}: a canvas of {len(tokens)} tokens; the buffers hold {self.max_length}")
+            raise ValueError(
+                f"slot {slot}: a canvas of {len(tokens)} tokens; the buffers hold {self.max_length}"
+            )
         self._check_ids(torch.tensor(tokens, dtype=torch.int32))
         self._lengths[slot] = len(tokens)
         self._refreshed[slot] = None
@@ -153,8 +153,13 @@ class CanvasEngine(ModelHead):
             )
         self._check_ids(tokens)
         self._check_branches(length, slot_list, start_list, refresh_list)
-        layout = self._lay_out(length, slot_list, start_list, refresh_list)
-        hidden = self._run(tokens, slot_list, start_list, refresh_list, layout)
+        spans = [
+            self._span(slot, start, length, is_refresh)
+            for slot, start, is_refresh in zip(slot_list, start_list, refresh_list, strict=True)
+        ]
+        lengths = [self._lengths[slot] for slot in slot_list]
+        layout = self._lay_out(slot_list, spans, lengths)
+        hidden = self._run(self._rows(tokens, start_list, layout), layout, refresh_list, self.weights)
         for slot, start, is_refresh in zip(slot_list, start_list, refresh_list, strict=True):
             if is_refresh:
                 self._refreshed[slot] = start
@@ -193,14 +198,13 @@ class CanvasEngine(ModelHead):
         return start, self._lengths[slot] if self.cache == "prefix" else start + length
 
     def _lay_out(
-        self, length: int, slots: Sequence[int], starts: Sequence[int], refresh: Sequence[bool]
+        self, slots: Sequence[int], spans: Sequence[tuple[int, int]], lengths: Sequence[int]
     ) -> _Layout:
-        spans, segments = [], []
+        """The rows of branches that compute ``spans`` of canvases of ``lengths`` tokens in ``slots``."""
+        segments: list[CanvasSegment] = []
         num_rows = 0
-        for slot, start, is_refresh in zip(slots, starts, refresh, strict=True):
-            first, last = self._span(slot, start, length, is_refresh)
-            spans.append((first, last))
-            segments.append(CanvasSegment(slot, num_rows, first, last, self._lengths[slot]))
+        for slot, (first, last), canvas in zip(slots, spans, lengths, strict=True):
+            segments.append(CanvasSegment(slot, num_rows, first, last, canvas))
             num_rows += last - first
         sizes = torch.tensor([last - first for first, last in spans])
         firsts = torch.tensor([first for first, _ in spans])
@@ -209,59 +213,102 @@ class CanvasEngine(ModelHead):
         positions = torch.arange(num_rows) - (first_rows - firsts)[row_segments]
         return _Layout(
             segments=row_segments.to(self.device),
+            slots=torch.tensor(slots)[row_segments].to(self.device),
             positions=positions.to(self.device),
             first_rows=first_rows.to(self.device),
             starts=firsts.to(self.device),
             plan=plan_canvas_attention(segments, self.config.num_attention_heads, self.device),
         )
 
-    @torch.inference_mode()
-    def _run(
-        self,
-        tokens: Tensor,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        refresh: Sequence[bool],
-        layout: _Layout,
-    ) -> Tensor:
-        """Hidden rows [R, H] of a checked pass."""
-        num, length = tokens.shape
-        device = self.device
-        slot_of = torch.tensor(slots, dtype=torch.int64, device=device)
-        start_of = torch.tensor(starts, dtype=torch.int64, device=device)
-        num_rows = layout.positions.shape[0]
-        padded = -(-num_rows // PANEL_ROWS) * PANEL_ROWS
+    def _rows(self, tokens: Tensor, starts: Sequence[int], layout: _Layout) -> Tensor:
+        """The tokens int32 [R] of the rows: a branch's own in its block, those of its canvas elsewhere."""
+        length = tokens.shape[1]
+        start_of = torch.tensor(starts, dtype=torch.int64, device=self.device)
         offsets = layout.positions - start_of[layout.segments]
+        own = tokens.to(self.device)[layout.segments, offsets.clamp(0, length - 1)]
         in_block = (offsets >= 0) & (offsets < length)
-        own = tokens.to(device)[layout.segments, offsets.clamp(0, length - 1)]
-        rows = torch.zeros(padded, dtype=torch.int32, device=device)
-        rows[:num_rows] = torch.where(
-            in_block, own, self._canvas[slot_of[layout.segments], layout.positions]
-        )
-        positions = torch.zeros(padded, dtype=torch.int64, device=device)
+        return torch.where(in_block, own, self._canvas[layout.slots, layout.positions])
+
+    @torch.inference_mode()
+    def _run(self, tokens: Tensor, layout: _Layout, refresh: Sequence[bool], weights: ModelWeights) -> Tensor:
+        """Hidden rows [R, H] of a checked pass over ``tokens`` int32 [R]."""
+        num_rows = tokens.shape[0]
+        padded = -(-num_rows // PANEL_ROWS) * PANEL_ROWS
+        rows = torch.zeros(padded, dtype=torch.int32, device=self.device)
+        rows[:num_rows] = tokens
+        positions = torch.zeros(padded, dtype=torch.int64, device=self.device)
         positions[:num_rows] = layout.positions
-        stores = torch.tensor(refresh, device=device)[layout.segments] if self.cache != "none" else None
-        stored = stores.nonzero().squeeze(1) if stores is not None else None
         attention = canvas_attention if self.numerics == "exact" else canvas_attention_vendor
+        stored = torch.tensor(refresh, device=self.device)[layout.segments].nonzero().squeeze(1)
+        places = layout.slots[stored], layout.positions[stored]
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            key_cache = value_cache = None
-            if stored is not None:
-                key_cache, value_cache = self._keys[layer], self._values[layer]
-                where = slot_of[layout.segments[stored]], layout.positions[stored]
-                key_cache[where], value_cache[where] = keys[stored], values[stored]
+            if self.cache == "none":
+                return attention(queries, keys, values, None, None, layout.plan)
+            key_cache, value_cache = self._keys[layer], self._values[layer]
+            key_cache[places], value_cache[places] = keys[stored], values[stored]
             return attention(queries, keys, values, key_cache, value_cache, layout.plan)
 
-        inputs = LayerRows(tokens=rows, cosines=self._cosines[positions], sines=self._sines[positions])
+        inputs = PassRows(tokens=rows, cosines=self._cosines[positions], sines=self._sines[positions])
         with memory_errors():
-            return run_layers(self.config, self.weights, inputs, attend, self._linear)[:num_rows]
+            return run_rows(self.config, weights, inputs, attend, self._linear)[:num_rows]
 
-    def _predicting_rows(
-        self, hidden: Tensor, layout: _Layout, starts: Sequence[int], length: int
-    ) -> Tensor:
+    @property
+    def _tested_length(self) -> int:
+        return min(40, self.max_length)
+
+    def _forward_rows(self, tokens: Tensor, weights: ModelWeights) -> Tensor:
+        """Whole canvases of no slot, which store nothing, through ``weights``: [N * L, H]."""
+        num, length = tokens.shape
+        layout = self._lay_out([0] * num, [(0, length)] * num, [length] * num)
+        return self._run(tokens.flatten(), layout, [False] * num, weights)
+
+    def _predicting_rows(self, hidden: Tensor, layout: _Layout, starts: Sequence[int], length: int) -> Tensor:
         """The rows [N, L, H] that predict the blocks' positions."""
         start_of = torch.tensor(starts, dtype=torch.int64, device=self.device)
         wanted = start_of[:, None] + torch.arange(length, device=self.device) - int(self.is_shifted)
         offsets = wanted - layout.starts[:, None]
         rows = hidden[layout.first_rows[:, None] + offsets.clamp_min(0)]
         return rows.masked_fill((offsets < 0)[..., None], torch.nan)
+
+
+def load_canvas_engine(
+    folder: Path | str,
+    *,
+    cache: str,
+    num_slots: int,
+    max_length: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    numerics: str = "exact",
+    block_length: int | None = None,
+    memory_budget_bytes: int | None = None,
+    self_test: bool = True,
+) -> CanvasEngine:
+    """Check a checkpoint folder, load it on ``device`` and make an engine of the given cache for it.
+
+    Raises InputError for a faulty checkpoint or setting, or where weights and buffers do not fit.
+    """
+    config, weights = load_model(
+        folder,
+        num_cached=0 if cache == "none" else num_slots,
+        max_length=max_length,
+        device=device,
+        dtype=dtype,
+        block_length=block_length,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    engine = CanvasEngine(
+        config,
+        weights,
+        cache=cache,
+        num_slots=num_slots,
+        max_length=max_length,
+        device=device,
+        dtype=DTYPES[dtype],
+        numerics=numerics,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    if self_test and engine.device.type == "cpu":
+        engine.self_test()
+    return engine

@@ -4,15 +4,14 @@ shape without its weights. What they say is noise; acceptance measured on them m
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
-from dlmgrid.workers.models.checkpoint import ModelConfig, expected_tensors
+from dlmgrid.workers.models.config import ModelConfig
+from dlmgrid.workers.models.families import get_family
+from dlmgrid.workers.models.layout import expected_tensors
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 """Special tokens of the tokenizer written here, at ids 256, 257, …; ids below are single bytes."""
-
-_NOT_IN_CONFIG = ("family", "qk_norm", "block_length", "stop_token_ids")
 
 
 def tiny_config(
@@ -86,12 +85,8 @@ def write_random_checkpoint(
 
 
 def config_json(config: ModelConfig) -> dict[str, object]:
-    """The config.json of a checkpoint with these settings."""
-    names = [field.name for field in fields(config) if field.name not in _NOT_IN_CONFIG]
-    values: dict[str, object] = {name: getattr(config, name) for name in names}
-    values |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "hidden_act": "silu"}
-    values |= {"block_size": config.block_length, "eos_token_id": list(config.stop_token_ids)}
-    return values
+    """The config.json of a checkpoint with these settings, as its family publishes it."""
+    return get_family(config.family).config_json(config)
 
 
 def write_byte_tokenizer(path: Path) -> None:

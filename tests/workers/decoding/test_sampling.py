@@ -95,7 +95,11 @@ def test_position_noise_is_keyed_by_position_and_draw_and_lies_inside_0_and_1() 
     expected = (-torch.log(-torch.log(uniform))).float()
     torch.testing.assert_close(table.position_gumbels(keys, positions, draws), expected)
     random = draw(
-        logits()[:4], Sampling(confidence="random"), 0.0, None, PositionNoise(lambda: uniform, lambda: expected)
+        logits()[:4],
+        Sampling(confidence="random"),
+        0.0,
+        None,
+        PositionNoise(lambda: uniform, lambda: expected),
     )
     assert torch.equal(random.confidence, uniform.float())
 

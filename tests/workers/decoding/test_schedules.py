@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import at_random, build_rule, first_position_first, scheduled, static
+from dlmgrid.workers.decoding.commit_rules import (
+    at_random,
+    build_rule,
+    first_position_first,
+    scheduled,
+    static,
+)
 from dlmgrid.workers.decoding.schedules import even_split, linear_counts, linear_fractions, opened_by_masked
 
 
