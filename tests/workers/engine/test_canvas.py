@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,77 +12,11 @@ from torch import Tensor
 
 from dlmgrid.workers.engine.canvas import CACHES, CanvasEngine, load_canvas_engine
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.models.checkpoint import stream_tensors
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.testing.tiny_canvas import CANVAS_FAMILIES, write_tiny_canvas
 
-LLAMA_NAMES = {
-    "transformer.wte.": "embed_tokens.",
-    "transformer.ln_f.": "norm.",
-    "transformer.blocks.": "layers.",
-    ".attn_norm.": ".input_layernorm.",
-    ".ff_norm.": ".post_attention_layernorm.",
-    ".q_proj.": ".self_attn.q_proj.",
-    ".k_proj.": ".self_attn.k_proj.",
-    ".v_proj.": ".self_attn.v_proj.",
-    ".attn_out.": ".self_attn.o_proj.",
-    ".ff_proj.": ".mlp.gate_proj.",
-    ".up_proj.": ".mlp.up_proj.",
-    ".ff_out.": ".mlp.down_proj.",
-}
 START, LENGTH, CANVAS = 45, 16, 109
 """A block that begins and ends inside key tiles."""
-
-
-def stock_model(config: ModelConfig, folder: Path) -> torch.nn.Module:
-    """transformers' own decoder with the checkpoint's weights under its names."""
-    import transformers
-
-    kind = {"llada": "Llama", "dream": "Qwen2"}[config.family]
-    settings = getattr(transformers, f"{kind}Config")(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=False,
-        max_position_embeddings=config.max_position_embeddings,
-        attn_implementation="eager",
-    )
-    model: torch.nn.Module = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
-    tensors = {}
-    for name, tensor in stream_tensors(folder):
-        if config.family == "llada":
-            name = name.replace("model.transformer.ff_out.", "lm_head.")
-            for ours, theirs in LLAMA_NAMES.items():
-                name = name.replace(ours, theirs)
-        tensors[name] = tensor
-    model.load_state_dict(tensors)
-    return model
-
-
-def stock_logits(
-    model: torch.nn.Module, config: ModelConfig, tokens: Tensor, first: int = 0, past: object = None
-) -> Tensor:
-    """Logits [S - first, V] of the rows from ``first`` on, every one of which sees all positions."""
-    ids = torch.where(tokens < 0, config.mask_token_id, tokens)[first:][None].long()
-    mask = torch.zeros(1, 1, ids.shape[1], len(tokens))
-    positions = torch.arange(first, len(tokens))[None]
-    with torch.inference_mode():
-        out = model(ids, attention_mask=mask, position_ids=positions, **cache_argument(model, past))
-    logits: Tensor = out.logits[0]
-    return logits
-
-
-def cache_argument(model: torch.nn.Module, past: object) -> dict[str, object]:
-    """How this release of transformers is given a cache."""
-    if past is None:
-        return {"use_cache": False}
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return {name: past, "use_cache": True}
 
 
 def known(config: ModelConfig, logits: Tensor) -> Tensor:
@@ -114,7 +48,11 @@ def canvas_of(seed: int, length: int = CANVAS, start: int = START) -> Tensor:
 
 
 def run(
-    engine: CanvasEngine, blocks: Tensor, slots: list[int], refresh: list[bool] | bool = False, start: int = START
+    engine: CanvasEngine,
+    blocks: Tensor,
+    slots: list[int],
+    refresh: list[bool] | bool = False,
+    start: int = START,
 ) -> Tensor:
     flags = [refresh] * len(slots) if isinstance(refresh, bool) else refresh
     starts = torch.full((len(slots),), start)
@@ -127,10 +65,12 @@ def branch_of(canvas: Tensor, block: Tensor, start: int = START) -> Tensor:
     return whole
 
 
-def test_equals_the_stock_decoder_alone_and_packed(case: tuple[ModelConfig, Path]) -> None:
+def test_equals_the_stock_decoder_alone_and_packed(
+    case: tuple[ModelConfig, Path], stock_canvas: Callable[..., Any]
+) -> None:
     config, folder = case
     shift = int(config.family == "dream")
-    model = stock_model(config, folder)
+    stock = stock_canvas(config, folder)
     engine = load_canvas_engine(folder, cache="none", num_slots=2, max_length=CANVAS)
     canvases = [canvas_of(1), canvas_of(2, CANVAS - 20)]
     drafts = random_tokens(3, LENGTH, seed=3, masked=0.5)
@@ -139,8 +79,7 @@ def test_equals_the_stock_decoder_alone_and_packed(case: tuple[ModelConfig, Path
     rows = slice(START - shift, START - shift + LENGTH)
     pack = [(0, 0), (1, 0), (0, 1), (1, 2), (0, 2)]
     expected = [
-        known(config, stock_logits(model, config, branch_of(canvases[slot], drafts[draft]))[rows])
-        for slot, draft in pack
+        known(config, stock.logits(branch_of(canvases[slot], drafts[draft]))[rows]) for slot, draft in pack
     ]
     packed = run(engine, drafts[[draft for _, draft in pack]], [slot for slot, _ in pack])
     for (slot, draft), hidden, logits in zip(pack, packed, expected, strict=True):
@@ -151,57 +90,32 @@ def test_equals_the_stock_decoder_alone_and_packed(case: tuple[ModelConfig, Path
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_equals_the_stock_decoder_with_a_cache_frozen_at_the_block(
-    case: tuple[ModelConfig, Path], cache: str
+    case: tuple[ModelConfig, Path], cache: str, stock_canvas: Callable[..., Any]
 ) -> None:
-    from transformers import DynamicCache
-
     config, folder = case
     shift = int(config.family == "dream")
-    model = stock_model(config, folder)
+    stock = stock_canvas(config, folder)
     engine = load_canvas_engine(folder, cache=cache, num_slots=2, max_length=CANVAS)
     canvas = canvas_of(1)
     engine.begin(1, canvas.tolist())
     fresh = torch.full((1, LENGTH), -1, dtype=torch.int32)
-    refreshed = run(engine, fresh, [1], True)[0]
-    whole = stock_logits(model, config, canvas)[START - shift : START - shift + LENGTH]
-    assert (known(config, engine.logits(refreshed)) - known(config, whole)).abs().max() <= 1e-5
+    refreshed = known(config, engine.logits(run(engine, fresh, [1], True)[0]))
+    whole = stock.refresh(canvas)[START - shift : START - shift + LENGTH]
+    assert (refreshed - known(config, whole)).abs().max() <= 1e-5
 
-    full = DynamicCache(config=model.config)  # keys and values of the whole canvas as the block begins
-    stock_logits(model, config, canvas, past=full)
+    is_computed = torch.zeros(CANVAS, dtype=torch.bool)
+    is_computed[START : START + LENGTH if cache == "dual" else None] = True
     drafts = random_tokens(3, LENGTH, seed=3, masked=0.5)
     packed = run(engine, drafts, [1] * 3)
     for draft, hidden in zip(drafts, packed, strict=True):
-        expected = stock_logits_with(model, config, branch_of(canvas, draft), full, cache)
+        branch = branch_of(canvas, draft)
         ours = known(config, engine.logits(hidden[shift:]))
-        assert (ours - known(config, expected)[: LENGTH - shift]).abs().max() <= 1e-5
+        expected = known(config, stock.cached(branch, is_computed))[: LENGTH - shift]
+        assert (ours - expected).abs().max() <= 1e-5
         assert bool(hidden[:shift].isnan().all())
-        uncached = stock_logits(model, config, branch_of(canvas, draft))[START : START + LENGTH - shift]
-        assert (ours - known(config, uncached)).abs().max() > 1e-4  # the cache is an approximation
+        uncached = known(config, stock.logits(branch))[START : START + LENGTH - shift]
+        assert (ours - uncached).abs().max() > 1e-4  # the cache is an approximation
         assert torch.equal(run(engine, draft[None], [1])[0][shift:], hidden[shift:])
-
-
-def stock_logits_with(
-    model: torch.nn.Module, config: ModelConfig, tokens: Tensor, full: object, cache: str
-) -> Tensor:
-    """Rows of block (dual) or of block and suffix (prefix), against keys and values of ``full`` elsewhere.
-
-    The cache's order does not matter: keys are stored turned, and nothing is masked.
-    """
-    from transformers import DynamicCache
-
-    past = DynamicCache(config=model.config)
-    kept = torch.ones(len(tokens), dtype=torch.bool)
-    kept[START : START + LENGTH if cache == "dual" else None] = False
-    for layer in range(config.num_hidden_layers):
-        keys, values = full.layers[layer].keys, full.layers[layer].values  # type: ignore[attr-defined]
-        past.update(keys[:, :, kept], values[:, :, kept], layer)
-    rows = (~kept).nonzero().flatten()
-    ids = torch.where(tokens < 0, config.mask_token_id, tokens)[rows][None].long()
-    mask = torch.zeros(1, 1, len(rows), len(tokens))
-    with torch.inference_mode():
-        out = model(ids, attention_mask=mask, position_ids=rows[None], **cache_argument(model, past))
-    logits: Tensor = out.logits[0]
-    return logits
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -224,7 +138,9 @@ def test_a_branch_keeps_its_bits_in_any_pack(cache: str, threads: int, tmp_path:
     for branch, slot in enumerate(slots):
         alone = run(engine, drafts[branch : branch + 1], [slot], False, starts[slot])[0]
         assert torch.equal(alone, packed[branch])
-    for slot in range(3):  # a refresh is what the cached pass over the same state gives, alone or beside others
+    for slot in range(
+        3
+    ):  # a refresh is what the cached pass over the same state gives, alone or beside others
         assert torch.equal(run(engine, block, [slot], False, starts[slot])[0], first[slot])
     engine.begin(1, canvas_of(1, lengths[1], starts[1]).tolist())
     beside = torch.cat([drafts[:3], block])
