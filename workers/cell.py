@@ -27,6 +27,9 @@ DEFAULT_COMPARISON = "sdar"
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
 
+EXACT_CACHES = ("block", "causal")
+"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:

@@ -96,6 +96,9 @@ GENERATIONS = _schema(
         _column("commit_positions", _INTS),
         _column("commit_tokens", _INTS),
         _column("commit_steps", _INTS),
+        # first tokens of blocks that the pass before them gave; no step commits them
+        _column("seed_positions", _INTS),
+        _column("seed_tokens", _INTS),
         _column("path_digest", pa.string()),
         _column("step_digests", pa.list_(pa.string())),
         _column("commit_margins", pa.list_(pa.float32())),

@@ -243,7 +243,8 @@ def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
     return replace(rule, select=select, max_commits=bound, sub_block_length=length)
 
 
-RULES = ("static", "threshold", "factor", "sequential", "llada", "dream")
+RULES = ("static", "threshold", "factor", "sequential", "causal", "llada", "dream")
+"""``causal`` is the rule of an autoregressive run: the leftmost position, in a pass that sees its block causally."""
 
 
 def build_rule(cell: Cell) -> CommitRule:
@@ -263,6 +264,8 @@ def build_rule(cell: Cell) -> CommitRule:
 def _base_rule(cell: Cell) -> CommitRule:
     if cell.decoder in ("llada", "dream"):
         return _scheduled_rule(cell)
+    if cell.decoder == "causal":
+        return replace(sequential(1), name="causal")
     if cell.decoder == "sequential":
         return sequential(cell.commits_per_step)
     if cell.decoder == "static":

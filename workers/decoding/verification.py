@@ -102,6 +102,7 @@ def walk(
     snapshot_rows: Tensor,
     on_step: Callable[[SeenStep], None] | None = None,
     block_steps: Tensor | None = None,
+    has_stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
     """Walk every sample's tree.
 
@@ -115,6 +116,8 @@ def walk(
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
         on_step: is shown every transition; for recording a run.
         block_steps: int64 [S], steps of the block made before the root, for rules that depend on the step; None: 0.
+        has_stopped: maps samples int64 [A] and their states int32 [A, L] to whether the state ends the sample, bool
+            [A]; the walk stops there as the serialized run does.
 
     Raises:
         FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
@@ -188,6 +191,8 @@ def walk(
                     summarize(logits[rows], transition.temperature),
                 )
         walks_on = found >= 0
+        if has_stopped is not None:
+            walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
 

@@ -103,6 +103,10 @@ class ModelHead:
             for name in ("qkv", "output", "gate_up", "down"):
                 self._test_linear(name, getattr(layer, name), generator)
             self._test_linear("head", self.weights.head, generator)
+            if (experts := self.weights.layers[-1].experts) is not None:
+                self._test_linear("router", experts.router, generator)
+                self._test_linear("expert gate_up", experts.gate_up[0], generator)
+                self._test_linear("expert down", experts.down[0], generator)
             blocks = torch.randint(0, self.config.vocab_size, (3, length, 1), generator=generator)
             check_row_invariance(
                 "first layers",
@@ -113,7 +117,7 @@ class ModelHead:
             raise InputError(f"numerics: exact does not hold here ({error}); use numerics: fast") from error
 
     def _test_linear(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, self.dtype)
+        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, weight.dtype)
         check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
 
     @property

@@ -114,13 +114,6 @@ class ModelConfig:
         """Bytes of keys and values of one position in bf16."""
         return 4 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
-    @property
-    def seeds_next_block(self) -> bool:
-        """Whether the commit pass of a block gives the first token of the next one."""
-        from dlmgrid.workers.models.families import get_family
-
-        return get_family(self.family).seeds_next_block
-
 
 class ConfigFile:
     """config.json of a checkpoint folder, with generation_config.json beside it.

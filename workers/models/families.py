@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.models import dream, llada, sdar
+from dlmgrid.workers.models import dream, fast_dllm_v2, llada, llada2, nemotron, sdar
 from dlmgrid.workers.models.family import Family, KnownModel
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (sdar.FAMILY, llada.FAMILY, dream.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        sdar.FAMILY,
+        llada2.FAMILY,
+        fast_dllm_v2.FAMILY,
+        nemotron.FAMILY,
+        llada.FAMILY,
+        dream.FAMILY,
+    )
+}
 """Families by name."""
 
 

@@ -22,6 +22,13 @@ BlockGrid = Literal["absolute", "prompt"]
 """Where blocks lie: at multiples of the block length, the prompt counted, or from the prompt's end on."""
 
 
+Seed = Literal["none", "argmax", "drawn"]
+
+StopRule = Literal["block", "prefix", "prefix_commit"]
+"""``block``: once the block that holds a stop id is complete and committed. ``prefix``: as soon as a stop id has no
+mask before it, with no further pass. ``prefix_commit``: the same, with the commit pass of the unfinished block."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedDecoder:
     """The decode rule of one published implementation, as the fields of a cell. ``source`` names it.
@@ -96,9 +103,9 @@ class Family:
         tensor_names: role to published tensor name, with ``{layer}`` and ``{expert}``.
         attention, grid: see :data:`Attention` and :data:`BlockGrid`.
         shifted: whether row i - 1 predicts position i (else row i).
-        seeds_next_block: whether a commit pass gives the next block's first token, the argmax of its last row.
-        stops_inside_block: whether a sample ends as soon as a stop id has no mask before it (else when its block is
-            complete).
+        seed: what the last row of a pass that stores gives the next block: nothing, its first token by argmax, or
+             its first token drawn at the temperature.
+        stop_rule: when a stop id ends a sample: see :data:`StopRule`.
         stop: the stop policy of the reference implementation (workers/decoding/decoder).
         tying_key: the key of config.json that says whether the head is the embedding.
         caches: kinds of key/value cache that can be asked for; the first is the default.
@@ -117,8 +124,8 @@ class Family:
     attention: Attention = "block_causal"
     grid: BlockGrid = "absolute"
     shifted: bool = False
-    seeds_next_block: bool = False
-    stops_inside_block: bool = False
+    seed: Seed = "none"
+    stop_rule: StopRule = "block"
     stop: str = "eos"
     tying_key: str = "tie_word_embeddings"
     caches: tuple[str, ...] = ("block",)
@@ -127,6 +134,11 @@ class Family:
     variants: Mapping[str, PublishedDecoder]
     chat_template: str
     published: tuple[KnownModel, ...]
+
+    @property
+    def seeds_next_block(self) -> bool:
+        """Whether a block's first token comes from the commit pass before it, so that no pass can join the two."""
+        return self.seed != "none"
 
 
 HF_TENSOR_NAMES: Mapping[str, str] = {

@@ -4,9 +4,11 @@ shape without its weights. What they say is noise; acceptance measured on them m
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dlmgrid.workers.models.config import ModelConfig
+from dlmgrid.workers.models.config import ExpertConfig, ModelConfig, QueryScaling, YarnScaling
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layout import expected_tensors
 
@@ -50,6 +52,26 @@ def tiny_config(
         max_position_embeddings=max_position_embeddings,
         torch_dtype="float32",
     )
+
+
+def tiny_family_config(family: str, **settings: Any) -> ModelConfig:
+    """:func:`tiny_config` with the blocks that ``family`` uses: biases, experts, partial rotary, YaRN within reach."""
+    config = replace(tiny_config(qk_norm=family in ("sdar", "llada2"), **settings), family=family)
+    if family == "fast_dllm_v2":
+        return replace(config, qkv_bias=True)
+    if family == "nemotron":
+        return replace(
+            config,
+            yarn=YarnScaling(factor=4.0, original_length=16, beta_fast=4.0),
+            query_scaling=QueryScaling(beta=0.1, original_length=16),
+        )
+    if family == "llada2":
+        experts = ExpertConfig(
+            num_experts=16, num_chosen=4, num_groups=4, num_kept_groups=2, expert_size=32, shared_size=32,
+            routed_scale=2.5, first_layer=1,
+        )  # fmt: skip
+        return replace(config, rotary_dim=config.head_dim // 2, experts=experts)
+    return config
 
 
 def write_random_checkpoint(
