@@ -34,7 +34,9 @@ class CanvasTarget(Protocol):
 
     def num_rows(self, slot: int, block_start: int, block_length: int, *, is_refresh: bool) -> int: ...
 
-    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, refresh: Tensor) -> Tensor: ...
+    def forward(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+    ) -> Tensor: ...
 
     def logits(self, rows: Tensor) -> Tensor: ...
 
@@ -49,10 +51,6 @@ class CanvasSample(Sample):
 
     def __init__(self, prompt: Prompt, settings: DecodeSettings, slot: int) -> None:
         super().__init__(prompt, settings, slot)
-        start = len(prompt.token_ids)
-        self.canvas = whole_canvas_length(start, settings.gen_length, settings.block_length)
-        self.tokens = self.tokens[:start] + [-1] * (self.canvas - start)
-        self.block_start = start
         self.needs_prefill = False
 
 
@@ -70,6 +68,8 @@ class CanvasDecoder(Decoder):
             raise ValueError(
                 "fused_commit belongs to block-causal models: a bidirectional one commits nothing"
             )
+        if settings.grid != "prompt" or settings.causal or settings.seed != "none":
+            raise ValueError("blocks of a bidirectional model start at the end of the prompt, all masked")
         super().__init__(target, drafter, settings, recorder)
         self.canvas_target = target
 

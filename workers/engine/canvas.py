@@ -136,16 +136,20 @@ class CanvasEngine(ModelHead):
         first, last = self._span(slot, block_start, block_length, is_refresh)
         return last - first
 
-    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, refresh: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+    ) -> Tensor:
         """Hidden states after the final norm of the rows that predict each branch's block: [N, L, H].
 
-        ``tokens`` [N, L] int32 with -1 for masked; ``slots``, ``block_starts`` [N] int32; ``refresh`` [N] bool: the
-        pass covers the whole canvas and its keys and values become the slot's cache. Row i of a shifted model
+        ``tokens`` [N, L] int32 with -1 for masked; ``slots``, ``block_starts`` [N] int32; ``store`` [N] bool: a
+        refresh, the pass covers the whole canvas and its keys and values become the slot's cache. Row i of a shifted model
         predicts position i + 1; what a branch's first position needs then lies before a cached pass: NaN.
         Raises ValueError for a branch outside its canvas, or one whose cache was made for another block.
         """
+        if causal:
+            raise ValueError("forward: a bidirectional model has no causal pass")
         num, length = tokens.shape
-        slot_list, start_list, refresh_list = slots.tolist(), block_starts.tolist(), refresh.tolist()
+        slot_list, start_list, refresh_list = slots.tolist(), block_starts.tolist(), store.tolist()
         if not num == len(slot_list) == len(start_list) == len(refresh_list):
             raise ValueError(
                 f"forward: {num} branches, {len(slot_list)} slots, {len(start_list)} starts and "
