@@ -142,7 +142,7 @@ class CanvasEngine(ModelHead):
         """Hidden states after the final norm of the rows that predict each branch's block: [N, L, H].
 
         ``tokens`` [N, L] int32 with -1 for masked; ``slots``, ``block_starts`` [N] int32; ``store`` [N] bool: a
-        refresh, the pass covers the whole canvas and its keys and values become the slot's cache. Row i of a shifted model
+        refresh, the pass covers the whole canvas and its keys and values become the cache. Row i of a shifted model
         predicts position i + 1; what a branch's first position needs then lies before a cached pass: NaN.
         Raises ValueError for a branch outside its canvas, or one whose cache was made for another block.
         """
