@@ -102,7 +102,7 @@ def stock_decoder(config: ModelConfig, tensors: dict[str, Tensor]) -> Oracle:
 
 
 def plain_llada2(config: ModelConfig, tensors: dict[str, Tensor]) -> Oracle:
-    """LLaDA2's decoder as its published class computes it, token by token where it routes."""
+    """LLaDA2's decoder as its published class computes it, routing token by token."""
     experts = config.experts
     assert experts is not None
     width, num_heads, num_kv = config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -112,31 +112,22 @@ def plain_llada2(config: ModelConfig, tensors: dict[str, Tensor]) -> Oracle:
         return scaled * tensors[name + ".weight"]
 
     def mlp(x: Tensor, prefix: str, index: int | None = None) -> Tensor:
-        gate, up, down = (
-            tensors[f"{prefix}.{name}_proj.weight"]
-            if index is None
-            else tensors.get(
-                f"{prefix}.{index}.{name}_proj.weight", tensors.get(f"{prefix}.{name}_proj.weight")
-            )
-            for name in ("gate", "up", "down")
-        )
-        assert gate is not None and up is not None and down is not None
-        if gate.dim() == 3:
-            gate, up, down = gate[index], up[index], down[index]
+        name = prefix if index is None else f"{prefix}.{index}"
+        gate, up, down = (tensors[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
         return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    def routed(x: Tensor, prefix: str) -> Tensor:
-        scores = torch.sigmoid(x @ tensors[prefix + ".gate.weight"].T)
-        biased = scores + tensors[prefix + ".gate.expert_bias"]
-        groups = biased.view(experts.num_groups, -1)
-        kept = groups.topk(2, dim=1).values.sum(1).topk(experts.num_kept_groups).indices
-        open_to = torch.full_like(groups, -torch.inf)
-        open_to[kept] = groups[kept]
-        chosen = open_to.flatten().topk(experts.num_chosen).indices
-        share = scores[chosen] / (scores[chosen].sum() + 1e-20) * experts.routed_scale
+    def routed(rows: Tensor, prefix: str) -> Tensor:
+        share = torch.zeros(len(rows), experts.num_experts)
+        for row, scores in enumerate(torch.sigmoid(rows @ tensors[prefix + ".gate.weight"].T)):
+            groups = (scores + tensors[prefix + ".gate.expert_bias"]).view(experts.num_groups, -1)
+            kept = groups.topk(2, dim=1).values.sum(1).topk(experts.num_kept_groups).indices
+            open_to = torch.full_like(groups, -torch.inf)
+            open_to[kept] = groups[kept]
+            chosen = open_to.flatten().topk(experts.num_chosen).indices
+            share[row, chosen] = scores[chosen] / (scores[chosen].sum() + 1e-20) * experts.routed_scale
         parts = [
-            weight * mlp(x, prefix + ".experts", int(expert))
-            for weight, expert in zip(share, chosen, strict=True)
+            share[:, expert, None] * mlp(rows, prefix + ".experts", expert)
+            for expert in range(experts.num_experts)
         ]
         return torch.stack(parts).sum(0)
 
@@ -169,8 +160,7 @@ def plain_llada2(config: ModelConfig, tensors: dict[str, Tensor]) -> Oracle:
             if layer < experts.first_layer:
                 x = x + mlp(normed, prefix + "mlp")
             else:
-                sums = torch.stack([routed(row, prefix + "mlp") for row in normed])
-                x = x + sums + mlp(normed, prefix + "mlp.shared_experts")
+                x = x + routed(normed, prefix + "mlp") + mlp(normed, prefix + "mlp.shared_experts")
         return norm(x, "model.norm") @ tensors["lm_head.weight"].T
 
     return forward
