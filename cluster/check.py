@@ -34,6 +34,8 @@ _VERDICT_COLUMNS = (
     "first_divergence_position",
     "top2_margin",
 )
+# Decoders of which a step may leave the state as it is.
+MAY_OPEN_NOTHING = ("dream",)
 _LEVELS = ("exact_tokens", "exact_path", "exact_bits")
 # What two rows with the same tokens of the same prompt must share, whatever the drafter.
 _SHARED_COLUMNS = ("text", "stop_reason", "generated_tokens")
@@ -325,10 +327,13 @@ def own_faults(row: Row) -> Iterator[str]:
     if row["token_ids"] is None:
         return
     try:
-        steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"])
+        num_steps = len(row["step_digests"] or [])
+        steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"], num_steps)
     except (TypeError, ValueError) as error:
         yield f"the path cannot be read: {error}"
         return
+    if not all(steps) and row["decoder"] not in MAY_OPEN_NOTHING:
+        yield f"step {steps.index(())} opens nothing, which decoder {row['decoder']} never does"
     if path_digest(steps) != row["path_digest"]:
         yield f"path_digest is {row['path_digest']}, its commits give {path_digest(steps)}"
     if row["step_digests"] is None or len(row["step_digests"]) != len(steps):

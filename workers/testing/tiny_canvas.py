@@ -19,9 +19,15 @@ def tiny_canvas_config(family: str, *, num_hidden_layers: int = 2) -> ModelConfi
 
 
 def write_tiny_canvas(
-    folder: Path, family: str, *, seed: int = 0, scale: float = 0.2, num_shards: int = 1
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    scale: float = 0.2,
+    num_shards: int = 1,
+    num_hidden_layers: int = 2,
 ) -> ModelConfig:
     """Write a checkpoint of :func:`tiny_canvas_config`; at this ``scale`` its distributions are far from flat."""
-    config = tiny_canvas_config(family)
+    config = tiny_canvas_config(family, num_hidden_layers=num_hidden_layers)
     write_random_checkpoint(folder, config, seed=seed, scale=scale, num_shards=num_shards)
     return config
