@@ -15,6 +15,9 @@ SCHEMA_OF_KEYS = 1
 # The method, and the claim, of texts that were made elsewhere.
 IMPORTED = "imported"
 
+CANVAS_CACHES = ("none", "prefix", "dual")
+"""Kinds of cache of bidirectional models."""
+
 APPROXIMATE_CACHES = ("prefix", "dual")
 """Caches that hold keys and values of an earlier canvas; their rows are exact against each other only."""
 

@@ -34,6 +34,7 @@ from dlmgrid.kernels.attention import (
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables
+from dlmgrid.workers.cell import CANVAS_CACHES
 from dlmgrid.workers.engine.memory import padded_length
 from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, load_model, memory_errors
 from dlmgrid.workers.errors import InputError
@@ -41,8 +42,6 @@ from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layers import PassRows, run_rows
 from dlmgrid.workers.models.weights import ModelWeights
-
-CACHES = ("none", "prefix", "dual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,8 @@ class CanvasEngine(ModelHead):
         Raises InputError for an impossible setting, or where the buffers do not fit ``memory_budget_bytes`` (by
         default what the device has free beside the weights).
         """
-        if cache not in CACHES:
-            raise InputError(f"cache: {cache!r} is not one of {', '.join(CACHES)}")
+        if cache not in CANVAS_CACHES:
+            raise InputError(f"cache: {cache!r} is not one of {', '.join(CANVAS_CACHES)}")
         super().__init__(
             config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics
         )

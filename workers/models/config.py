@@ -127,6 +127,16 @@ class ModelConfig:
         """The kinds of key/value cache that the model can be run with; the first is the default."""
         return self._family.caches
 
+    @property
+    def stop(self) -> str:
+        """The stop policy of the reference implementation."""
+        return self._family.stop
+
+    @property
+    def confidence(self) -> str:
+        """What the commit rules of the family's implementations compare."""
+        return self._family.confidence
+
     def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
         """A published decode rule of the family as fields of a cell, by default its reference implementation's.
 

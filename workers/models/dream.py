@@ -97,6 +97,7 @@ FAMILY = Family(
     grid="prompt",
     shifted=True,
     stop="full",
+    confidence="maskgit_plus",
     caches=("none", "prefix", "dual"),
     exactness="exact; prefix and dual approximate",
     decoder=PublishedDecoder(

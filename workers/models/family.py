@@ -115,6 +115,7 @@ class Family:
              its first token drawn at the temperature.
         stop_rule: when a stop id ends a sample: see :data:`StopRule`.
         stop: the stop policy of the reference implementation (workers/decoding/decoder).
+        confidence: what rules compare where a grid names a rule and no confidence (workers/decoding/sampling).
         tying_key: the key of config.json that says whether the head is the embedding.
         caches: kinds of key/value cache that can be asked for; the first is the default.
         exactness: what a cache promises against the uncached model, in a few words.
@@ -135,6 +136,7 @@ class Family:
     seed: Seed = "none"
     stop_rule: StopRule = "block"
     stop: str = "eos"
+    confidence: str = "tempered"
     tying_key: str = "tie_word_embeddings"
     caches: tuple[str, ...] = ("block",)
     exactness: str = "exact"

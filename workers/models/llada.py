@@ -156,6 +156,7 @@ FAMILY = Family(
     attention="bidirectional",
     grid="prompt",
     stop="full",
+    confidence="plain",
     caches=("none", "prefix", "dual"),
     exactness="exact; prefix and dual approximate",
     decoder=PublishedDecoder(source=f"{_GENERATE} low_confidence", decoder="llada", confidence="plain"),

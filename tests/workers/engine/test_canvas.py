@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.engine.canvas import CACHES, CanvasEngine, load_canvas_engine
+from dlmgrid.workers.cell import CANVAS_CACHES
+from dlmgrid.workers.engine.canvas import CanvasEngine, load_canvas_engine
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.testing.tiny_canvas import CANVAS_FAMILIES, write_tiny_canvas
@@ -120,7 +121,7 @@ def test_equals_the_stock_decoder_with_a_cache_frozen_at_the_block(
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", CANVAS_CACHES)
 def test_a_branch_keeps_its_bits_in_any_pack(cache: str, threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     write_tiny_canvas(tmp_path / "model", "llada")
