@@ -382,8 +382,8 @@ def _cells(
             for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
                 if model.entry.cache == "sub_block" and method.name != "none":
                     raise InputError(
-                        f"model {model.entry.path!r}: with cache sub_block a state's next step depends on the path to it, "
-                        f"so nothing can be drafted; remove method {method.name!r} or the cache"
+                        f"model {model.entry.path!r}: with cache sub_block a state's next step depends on the path to "
+                        f"it, so nothing can be drafted; remove method {method.name!r} or the cache"
                     )
                 cell = Cell(
                     model=model.entry.path,

@@ -18,8 +18,8 @@ IMPORTED = "imported"
 CANVAS_CACHES = ("none", "prefix", "dual")
 """Kinds of cache of bidirectional models."""
 
-APPROXIMATE_CACHES = ("prefix", "dual")
-"""Caches that hold keys and values of an earlier canvas; their rows are exact against each other only."""
+APPROXIMATE_CACHES = ("sub_block", "prefix", "dual")
+"""Caches that hold keys and values of earlier states; their rows are exact against each other only."""
 
 SHIFTED_CANVAS_FAMILIES = ("dream",)
 """Bidirectional families whose row i predicts position i + 1."""
@@ -29,9 +29,6 @@ DEFAULT_COMPARISON = "sdar"
 
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
-
-EXACT_CACHES = ("block", "causal")
-"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.canvas import CanvasEngine
 from dlmgrid.workers.engine.family_engine import FamilyEngine, is_bidirectional, open_engine, with_room
+from dlmgrid.workers.engine.sub_blocks import SubBlockTarget
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
@@ -135,7 +136,7 @@ class UnitRunner:
         prompts, rows = self._prompts(unit, encoder, config)
         engine = self._load(unit, config, prompts.values(), max_in_flight)
         settings = decode_settings(cell, engine, profiled=unit.profiled)
-        decoder = make_decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
+        decoder = make_decoder(cell, engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
@@ -310,15 +311,17 @@ def _num_positions(cell: Cell, config: ModelConfig, prompt_tokens: int) -> int:
 
 
 def make_decoder(
+    cell: Cell,
     engine: FamilyEngine,
     drafter: Drafter,
     settings: DecodeSettings,
     recorder: TrajectoryRecorder | None = None,
 ) -> Decoder:
-    """The decode loop that fits an engine."""
+    """The decode loop that fits a cell and its engine."""
     if isinstance(engine, CanvasEngine):
         return CanvasDecoder(engine, drafter, settings, recorder)
-    return Decoder(engine, drafter, settings, recorder)
+    target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
+    return Decoder(target, drafter, settings, recorder)
 
 
 def decode_settings(cell: Cell, engine: FamilyEngine, *, profiled: bool) -> DecodeSettings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import AttentionPlan, block_attention, write_cache
@@ -41,6 +42,28 @@ class PassRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPart:
+    """Segments of W positions inside blocks of ``length`` L, whose other keys and values are read from the cache."""
+
+    length: int
+    slots: Tensor  # [N] int64
+    tiles: Tensor  # [N] int64: the key tile of the block
+    blocks: Tensor  # [N] int64: which block of the tile
+    offsets: Tensor  # [N] int64: where in the block the positions begin
+
+    def block_of(self, cache: Tensor) -> Tensor:
+        """The block's entries [N, L, Hkv, d] of ``cache`` [slots, tiles, Hkv, tile, d]."""
+        by_block = cache.unflatten(3, (-1, self.length))
+        entries: Tensor = by_block[self.slots, self.tiles, :, self.blocks]
+        return entries.transpose(1, 2)
+
+    def rows(self, width: int) -> tuple[Tensor, Tensor]:
+        """Indices [N, 1] and [N, W] of the positions in [N, L]."""
+        segments = torch.arange(len(self.slots), device=self.offsets.device)[:, None]
+        return segments, self.offsets[:, None] + torch.arange(width, device=self.offsets.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
     """What one pass works on, made once and read by every layer."""
 
@@ -51,6 +74,7 @@ class PassInputs:
     sines: Tensor  # [R, r / 2]
     query_scale: Tensor | None = None  # [R] fp32
     plan: AttentionPlan
+    part: BlockPart | None = None
     stored: Tensor  # [n] int64: segments that write their keys and values
     stored_slots: Tensor  # [n] int64
     stored_starts: Tensor  # [n] int64
@@ -77,8 +101,15 @@ def run_layers(
         if len(inputs.stored):
             write_cache(key_part, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
             write_cache(value_part, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-        output, _ = block_attention(queries, keys, values, key_part, value_part, inputs.plan)
-        return output.flatten(0, 1)
+        if inputs.part is None:
+            output, _ = block_attention(queries, keys, values, key_part, value_part, inputs.plan)
+            return output.flatten(0, 1)
+        keys, values = inputs.part.block_of(key_part), inputs.part.block_of(value_part)
+        at = inputs.part.rows(length)
+        whole = queries.new_zeros(num, inputs.part.length, *queries.shape[2:])
+        whole[at] = queries
+        output, _ = block_attention(whole, keys, values, key_part, value_part, inputs.plan)
+        return output[at].flatten(0, 1)
 
     rows = PassRows(
         tokens=inputs.tokens, cosines=inputs.cosines, sines=inputs.sines, query_scale=inputs.query_scale
