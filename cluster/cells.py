@@ -22,15 +22,19 @@ from dlmgrid.cluster.grid import (
     nearest_name,
 )
 from dlmgrid.cluster.sources import Benchmark, ModelShape, Sources
-from dlmgrid.workers.cell import APPROXIMATE_CACHES, CANVAS_CACHES, SHIFTED_CANVAS_FAMILIES, Cell, digest
+from dlmgrid.workers.cell import (
+    APPROXIMATE_CACHES,
+    CANVAS_CACHES,
+    SCHEDULES,
+    SHIFTED_CANVAS_FAMILIES,
+    Cell,
+    digest,
+)
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
 from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import Key
-
-SCHEDULES = ("llada", "dream")
-"""Decoders with ``steps``."""
 
 MAX_BLOCK = 2**31 - 1
 

@@ -24,6 +24,12 @@ APPROXIMATE_CACHES = ("sub_block", "prefix", "dual")
 SHIFTED_CANVAS_FAMILIES = ("dream",)
 """Bidirectional families whose row i predicts position i + 1."""
 
+SCHEDULES = ("llada", "dream")
+"""Decoders with ``steps``."""
+
+MAY_OPEN_NOTHING = ("dream",)
+"""Decoders of which a step may leave the state as it is."""
+
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
 
@@ -91,7 +97,8 @@ class Cell:
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
         three verification modes accept the same states and no noise is read, whatever its keying; a threshold
-        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one."""
+        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one, and
+        without filters that of maskgit_plus is; a schedule without steps has one a token."""
         cell = self
         if cell.method == IMPORTED:
             return cell
@@ -112,6 +119,13 @@ class Cell:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
         if cell.confidence == "plain" and cell.temperature in (0, 1):
             cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
+        if cell.confidence == "maskgit_plus" and cell.top_p is None and cell.top_k is None:
+            cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
+        if cell.decoder in SCHEDULES and cell.steps is None:
+            cell = replace(cell, steps=cell.gen_length)
+        if cell.eos_policy == "none" or cell.alg_temp == 0:
+            no_policy = None if cell.eos_policy == "none" else cell.eos_policy
+            cell = replace(cell, eos_policy=no_policy, alg_temp=cell.alg_temp or None)
         return cell
 
     def reference(self) -> Cell:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, SCHEDULES, Cell
 from dlmgrid.workers.decoding.sampling import DEFAULT_SAMPLING, Sampling, sampling_of
 from dlmgrid.workers.decoding.schedules import even_split, linear_counts, linear_fractions, opened_by_masked
 
@@ -262,7 +262,7 @@ def build_rule(cell: Cell) -> CommitRule:
 
 
 def _base_rule(cell: Cell) -> CommitRule:
-    if cell.decoder in ("llada", "dream"):
+    if cell.decoder in SCHEDULES:
         return _scheduled_rule(cell)
     if cell.decoder == "causal":
         return replace(sequential(1), name="causal")
@@ -283,10 +283,8 @@ def _base_rule(cell: Cell) -> CommitRule:
 
 def _scheduled_rule(cell: Cell) -> CommitRule:
     length = cell.block_length
-    if cell.steps is None:
-        raise ValueError(f"the {cell.decoder} decoder needs steps")
     num_blocks = cell.gen_length // length
-    num_steps = cell.steps // num_blocks
+    num_steps = (cell.steps or cell.gen_length) // num_blocks
     if cell.decoder == "llada":
         return scheduled("llada", length, even_split(length, num_steps))
     # where the refreshing pass has opened the first position, the schedule goes on from its second step

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.cell import CANVAS_CACHES, Cell
 from dlmgrid.workers.decoding.commit_rules import build_rule
 from dlmgrid.workers.decoding.decoder import VERIFICATIONS
 from dlmgrid.workers.decoding.noise import NoiseTable
@@ -172,14 +172,14 @@ class ReplayBatch:
             if cell.budget > 0:
                 draft(self.inputs(cell, samples, steps), tree, self.future(steps))
             accepted = self._walk(tree, samples, steps)
-            for sample, count, nodes in zip(
-                samples.tolist(), accepted.tolist(), tree.num_nodes.tolist(), strict=True
+            for sample, step, count, nodes in zip(
+                samples.tolist(), steps.tolist(), accepted.tolist(), tree.num_nodes.tolist(), strict=True
             ):
                 result = results[sample]
                 result.nfe_denoise += 1
                 result.accepted.append(count)
                 result.drafted_nodes += nodes - 1
-                result.rows_computed += nodes * self.block_length
+                result.rows_computed += nodes * self._rows_of_branch(step, result.prompt_tokens)
             steps = steps + accepted + 1
             goes_on = steps < self.ends[samples]
             samples, steps = samples[goes_on], steps[goes_on]
@@ -188,6 +188,10 @@ class ReplayBatch:
     def _start(self, index: int) -> Replayed:
         """The passes that no drafter changes: the prefill of whole prompt blocks, and one commit pass a block."""
         item_id, repeat, prompt_tokens = self.identities[index]
+        if self.cell.cache in CANVAS_CACHES:
+            return Replayed(
+                item_id=item_id, repeat=repeat, prompt_tokens=prompt_tokens, nfe_prefill=0, nfe_commit=0
+            )
         steps = slice(int(self.firsts[index]), int(self.ends[index]))
         num_blocks = int((self.commit_counts[steps] == 0).sum())
         prefilled = int(self.block_starts[steps.start])
@@ -199,6 +203,16 @@ class ReplayBatch:
             nfe_commit=num_blocks,
             rows_computed=prefilled + num_blocks * self.block_length,
         )
+
+    def _rows_of_branch(self, step: int, prompt_tokens: int) -> int:
+        """Rows that a pass computes for one branch of the block that ``step`` is in."""
+        cache, length = self.cell.cache, self.block_length
+        if cache not in CANVAS_CACHES:
+            return length
+        canvas = prompt_tokens + -(-self.cell.gen_length // length) * length
+        if cache == "none" or self.starts_block(step):
+            return canvas
+        return length if cache == "dual" else canvas - int(self.block_starts[step])
 
     def _walk(self, tree: DraftTree, samples: Tensor, steps: Tensor) -> Tensor:
         """Accepted nodes int64 [A]: how many states after the root, in its block, the tree holds one after another."""

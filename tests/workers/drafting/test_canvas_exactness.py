@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNod
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.engine.canvas import CanvasEngine, load_canvas_engine
 from dlmgrid.workers.testing.tiny_canvas import CANVAS_FAMILIES, write_tiny_canvas
+from dlmgrid.workers.trajectories.recording import TrajectoryRecorder
+from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
 GEN, LENGTH, BUDGET = 16, 8, 5
 PROMPTS = [
@@ -85,13 +89,19 @@ def engines(
     }
 
 
-def decode(engine: CanvasEngine, cell: Cell, drafter: Drafter | None, in_flight: int) -> list[Generation]:
+def decode(
+    engine: CanvasEngine,
+    cell: Cell,
+    drafter: Drafter | None,
+    in_flight: int,
+    recorder: TrajectoryRecorder | None = None,
+) -> list[Generation]:
     settings = DecodeSettings(
         block_length=cell.block_length, gen_length=GEN, budget=BUDGET if drafter else 0,
         temperature=cell.temperature, rule=build_rule(cell), noise=NoiseTable(5), stop_token_ids=(),
         verification=cell.verification, stop="full", grid="prompt", end_token_ids=engine.config.end_token_ids,
     )  # fmt: skip
-    return CanvasDecoder(engine, drafter or none.build(), settings).decode(PROMPTS, in_flight)
+    return CanvasDecoder(engine, drafter or none.build(), settings, recorder).decode(PROMPTS, in_flight)
 
 
 def make_cell(engine: CanvasEngine, temperature: float, settings: dict[str, Any], **more: Any) -> Cell:
@@ -169,3 +179,23 @@ def test_a_row_says_how_its_cache_relates_to_the_model() -> None:
     assert Cell(**base, cache="dual").keeps_to_reference
     assert not Cell(**base, cache="dual", numerics="fast").keeps_to_reference
     assert Cell(**base, cache="dual").reference().cache == "dual"
+
+
+def test_recorded_runs_replay_to_the_same_counts(engines: dict[str, CanvasEngine], tmp_path: Path) -> None:
+    for cache, engine in engines.items():
+        cell = make_cell(engine, 0.0, {"decoder": "static", "confidence": "plain"}).canonical()
+        recorder = TrajectoryRecorder()
+        decode(engine, cell, None, 2, recorder)
+        path = tmp_path / f"{cache}.parquet"
+        recorder.write(path, cell, [(prompt.item_id, 0) for prompt in PROMPTS])
+        batch = ReplayBatch(list(load_trajectories(path)))
+        drafter = confidence_tree.build()
+        drafted = decode(engine, cell, drafter, 2)
+        with torch.inference_mode():
+            replayed = batch.replay(
+                replace(cell, method="confidence_tree", budget=BUDGET),
+                lambda inputs, tree, _: drafter.draft(inputs, tree),  # noqa: B023
+            )
+        for live, counts in zip(drafted, replayed, strict=True):
+            assert live.accepted == counts.accepted
+            assert (live.nfe_denoise, live.rows_computed) == (counts.nfe_total, counts.rows_computed)
