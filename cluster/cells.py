@@ -12,14 +12,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, MethodEntry, ModelEntry, nearest_name
+from dlmgrid.cluster.grid import (
+    DRAW_SETTINGS,
+    BenchmarkEntry,
+    DecoderEntry,
+    Grid,
+    MethodEntry,
+    ModelEntry,
+    nearest_name,
+)
 from dlmgrid.cluster.sources import Benchmark, ModelShape, Sources
-from dlmgrid.workers.cell import Cell, digest
+from dlmgrid.workers.cell import (
+    APPROXIMATE_CACHES,
+    CANVAS_CACHES,
+    SCHEDULES,
+    SHIFTED_CANVAS_FAMILIES,
+    Cell,
+    digest,
+)
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
 from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import Key
+
+MAX_BLOCK = 2**31 - 1
 
 MAX_CELLS = 10_000
 MAX_ROWS = 2_000_000
@@ -153,7 +170,7 @@ def find_benchmark(entry: BenchmarkEntry, sources: Sources) -> Benchmark:
 def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: Sources) -> Model:
     folder = sources.resolve_checkpoint(entry.path, entry.revision).absolute()
     shape = sources.check_checkpoint(folder, entry.block_length)
-    block_length = entry.block_length or shape.block_length
+    block_length = entry.block_length or shape.block_length or MAX_BLOCK
     cache = entry.cache or shape.caches[0]
     if cache not in shape.caches:
         raise InputError(
@@ -186,20 +203,64 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
     return Model(entry=entry, folder=folder, shape=shape)
 
 
+def check_canvas(model: Model, decoder: DecoderEntry, gen_length: int) -> None:
+    """Raises InputError where blocks, steps or the decoder do not fit a generation of a bidirectional model, or a
+    decoder is for such models only."""
+    shape = model.shape
+    settings = decoder_settings(decoder, shape)
+    name = settings["decoder"]
+    if not set(CANVAS_CACHES) & set(shape.caches):
+        if name in SCHEDULES:
+            raise InputError(
+                f"decoder {name} is a schedule over blocks that are all masked, which this model's first block is "
+                "not; use static, threshold or factor"
+            )
+        return
+    length = model.entry.block_length or shape.block_length or gen_length
+    if length > gen_length:
+        raise InputError(f"block_length {length} is more than gen_length {gen_length}; lower block_length")
+    if gen_length % length:
+        raise InputError(
+            f"gen_length {gen_length} is not a multiple of block_length {length}; change one of the two"
+        )
+    if decoder.fused_commit:
+        raise InputError("a bidirectional model has no commit passes to join; remove fused_commit")
+    if settings.get("sub_block_length"):
+        raise InputError(
+            "a bidirectional model has no sub-blocks; remove sub_block_length, lower block_length"
+        )
+    if name not in SCHEDULES:
+        return
+    num_blocks, num_steps = gen_length // length, settings["steps"] or gen_length
+    if num_steps % num_blocks:
+        raise InputError(
+            f"steps {num_steps} is not a multiple of the {num_blocks} blocks of {length} tokens; change it"
+        )
+    if name == "llada" and num_steps > gen_length:
+        raise InputError(
+            f"steps {num_steps} is more than gen_length {gen_length}: steps would open nothing; lower it"
+        )
+    cache = model.entry.cache or shape.caches[0]
+    if shape.family in SHIFTED_CANVAS_FAMILIES and cache in APPROXIMATE_CACHES and num_steps < 2 * num_blocks:
+        raise InputError(
+            f"steps {num_steps} gives a block {num_steps // num_blocks}; with cache {cache} a block needs 2, since the "
+            "first opens its first position alone"
+        )
+
+
 def decoder_settings(decoder: DecoderEntry, shape: ModelShape) -> dict[str, Any]:
     """The fields of a cell that a decoder of the grid sets for a model. Raises InputError for an unknown variant."""
     if decoder.name == "published":
-        return shape.published_decoder(decoder.variant)
-    given = {
-        "confidence": decoder.confidence,
-        "sub_block_length": decoder.sub_block_length,
-    }
+        return shape.published_decoder(decoder.variant) | {"steps": decoder.steps}
+    given = {name: getattr(decoder, name) for name in (*DRAW_SETTINGS, "sub_block_length")}
     return {
         "decoder": decoder.name,
         "commits_per_step": decoder.commits_per_step,
         "threshold": decoder.threshold,
         "comparison": decoder.comparison,
         "factor": decoder.factor,
+        "steps": decoder.steps,
+        "confidence": shape.confidence,
     } | {name: value for name, value in given.items() if value is not None}
 
 
@@ -265,6 +326,8 @@ def make_cells(
                 )
             keys = tuple(Key(item.item_id, repeat) for item in asked.items for repeat in range(grid.repeats))
             for decoder in grid.decoder:
+                with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
+                    check_canvas(model, decoder, asked.gen_length)
                 for cell, drafter in _cells(
                     grid, model, asked, decoder, fingerprints[str(model.folder)], drafters
                 ):
@@ -326,6 +389,11 @@ def _cells(
     drafters: list[list[DrafterFile]],
 ) -> list[tuple[Cell, DrafterFile | None]]:
     cells: list[tuple[Cell, DrafterFile | None]] = []
+    settings = decoder_settings(decoder, model.shape)
+    if settings["decoder"] in SCHEDULES:
+        settings["steps"] = settings["steps"] or asked.gen_length
+    else:
+        settings["steps"] = None
     for temperature in grid.temperatures:
         for method, files in zip(grid.methods, drafters, strict=True):
             for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
@@ -351,13 +419,13 @@ def _cells(
                     verification=grid.verification,
                     noise=grid.noise,
                     seed=grid.seed,
-                    **decoder_settings(decoder, model.shape),
+                    **settings,
                     fused_commit=decoder.fused_commit,
                     window=decoder.window or "",
                     cache=model.entry.cache or model.shape.caches[0],
-                    block_length=model.entry.block_length or model.shape.block_length,
+                    block_length=model.entry.block_length or model.shape.block_length or asked.gen_length,
                     gen_length=asked.gen_length,
-                    stop=grid.stop,
+                    stop=grid.stop or model.shape.stop,
                     numerics=grid.numerics,
                     kernels=grid.kernels,
                     dtype=model.entry.dtype,

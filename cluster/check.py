@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.cluster.report import cell_of
-from dlmgrid.workers.cell import IMPORTED, reference_key
+from dlmgrid.workers.cell import CANVAS_CACHES, IMPORTED, MAY_OPEN_NOTHING, reference_key
 from dlmgrid.workers.decoding.paths import Verdict, compare, logits_digest, path_digest, steps_of
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.run_folder import inputs_fault, open_run, shard_fault, shard_path, unlisted
@@ -294,7 +294,7 @@ def _compare(row: Row, reference: Row) -> tuple[Verdict | None, list[str]]:
         for name in _VERDICT_COLUMNS
         if not _same(row[name], getattr(verdict, name))
     ]
-    if row["claim"] == "exact":
+    if cell_of(row).keeps_to_reference:
         faults += [f"{name} is false" for name in _LEVELS if not getattr(verdict, name)]
     shared = ["prompt_tokens", "prompt_digest"]
     if verdict.exact_tokens:
@@ -326,10 +326,13 @@ def own_faults(row: Row) -> Iterator[str]:
     if row["token_ids"] is None:
         return
     try:
-        steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"])
+        num_steps = len(row["step_digests"] or [])
+        steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"], num_steps)
     except (TypeError, ValueError) as error:
         yield f"the path cannot be read: {error}"
         return
+    if not all(steps) and row["decoder"] not in MAY_OPEN_NOTHING:
+        yield f"step {steps.index(())} opens nothing, which decoder {row['decoder']} never does"
     if path_digest(steps) != row["path_digest"]:
         yield f"path_digest is {row['path_digest']}, its commits give {path_digest(steps)}"
     if row["step_digests"] is None or len(row["step_digests"]) != len(steps):
@@ -356,7 +359,7 @@ def _token_faults(row: Row, commits: Sequence[tuple[int, int]]) -> Iterator[str]
         yield f"stop_reason is {row['stop_reason']}, not eos or length"
     elif row["stop_reason"] == "length" and len(tokens) != row["gen_length"]:
         yield f"stop_reason is length after {len(tokens)} of {row['gen_length']} tokens"
-    elif row["stop_reason"] == "eos" and row["stop"] != "eos":
+    elif row["stop_reason"] == "eos" and row["stop"] == "none":
         yield f"stop_reason is eos, although the cell stops at {row['stop']}"
     if len(tokens) > row["gen_length"]:
         yield f"{len(tokens)} tokens exceed gen_length {row['gen_length']}"
@@ -380,6 +383,31 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
         yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
     if row["nfe_denoise"] != row["rounds"]:
         yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
+    yield from (_canvas_pass_faults if row["cache"] in CANVAS_CACHES else _block_pass_faults)(row)
+    accepted = row["accepted"] or []
+    if len(accepted) != row["rounds"]:
+        yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"
+        return
+    if row["rounds"] + sum(accepted) != num_steps:
+        yield f"{row['rounds']} rounds that accept {sum(accepted)} cannot make {num_steps} steps"
+    mean = sum(accepted) / len(accepted) if accepted else 0.0
+    if not _same(row["accepted_per_round"], mean):
+        yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
+    num_commits, likeliest = len(row["commit_positions"]), row["argmax_commits"]
+    is_possible = likeliest is not None and 0 <= likeliest <= num_commits
+    if not is_possible or (row["temperature"] == 0 and likeliest < num_commits):
+        yield f"argmax_commits is {likeliest} of {num_commits} commits at T = {row['temperature']:g}"
+    if row["method"] == "none" and (row["drafted_nodes"] or sum(accepted)):
+        yield "a draft-free row has drafted nodes"
+    elif not sum(accepted) <= row["drafted_nodes"] <= row["rounds"] * row["budget"]:
+        yield (
+            f"drafted_nodes is {row['drafted_nodes']}: {row['rounds']} rounds accepted {sum(accepted)} and may "
+            f"draft {row['budget']} each"
+        )
+
+
+def _block_pass_faults(row: Row) -> Iterator[str]:
+    """Forwards and rows of a block-causal model: a prefill of the prompt's whole blocks, and commit passes."""
     length, seeds = row["block_length"], row.get("seed_positions") or []
     from_prompt = (
         row["cache"] == "causal"
@@ -407,28 +435,33 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
                 f"rows_computed is {row['rows_computed']}, rounds, drafted nodes, blocks and prompt give "
                 f"{num_segments * length}"
             )
-    accepted = row["accepted"] or []
-    if len(accepted) != row["rounds"]:
-        yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"
+
+
+def _canvas_pass_faults(row: Row) -> Iterator[str]:
+    """Forwards and rows of a bidirectional model: nothing but denoising passes, over what its cache leaves."""
+    for name in ("nfe_prefill", "nfe_commit"):
+        if row[name]:
+            yield f"{name} is {row[name]}, a bidirectional model has no such passes"
+    if not row["commit_positions"]:
         return
-    if row["rounds"] + sum(accepted) != num_steps:
-        yield f"{row['rounds']} rounds that accept {sum(accepted)} cannot make {num_steps} steps"
-    mean = sum(accepted) / len(accepted) if accepted else 0.0
-    if not _same(row["accepted_per_round"], mean):
-        yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
-    num_commits, likeliest = len(row["commit_positions"]), row["argmax_commits"]
-    if (
-        likeliest is None
-        or not 0 <= likeliest <= num_commits
-        or (row["temperature"] == 0 and likeliest < num_commits)
-    ):
-        yield f"argmax_commits is {likeliest} of {num_commits} commits at T = {row['temperature']:g}"
-    if row["method"] == "none" and (row["drafted_nodes"] or sum(accepted)):
-        yield "a draft-free row has drafted nodes"
-    elif not sum(accepted) <= row["drafted_nodes"] <= row["rounds"] * row["budget"]:
+    prompt, length = row["prompt_tokens"], row["block_length"]
+    canvas = prompt + -(-row["gen_length"] // length) * length
+    num_blocks = (max(row["commit_positions"]) - prompt) // length + 1
+    branches = row["rounds"] + row["drafted_nodes"]
+    after_refresh = branches - num_blocks  # the first pass of every block refreshes the cache
+    last_start = prompt + (num_blocks - 1) * length
+    least, most = {
+        "none": (branches * canvas, branches * canvas),
+        "dual": (num_blocks * canvas + after_refresh * length,) * 2,
+        "prefix": (
+            num_blocks * canvas + after_refresh * (canvas - last_start),
+            num_blocks * canvas + after_refresh * (canvas - prompt),
+        ),
+    }[row["cache"]]
+    if not least <= row["rows_computed"] <= most:
         yield (
-            f"drafted_nodes is {row['drafted_nodes']}: {row['rounds']} rounds accepted {sum(accepted)} and may "
-            f"draft {row['budget']} each"
+            f"rows_computed is {row['rows_computed']}, rounds, drafted nodes and blocks of a canvas of {canvas} give "
+            f"{least}" + (f" to {most}" if most > least else "")
         )
 
 

@@ -314,7 +314,7 @@ class Driver:
         shard = self._store.shard(unit.unit_key)
         self._counts.num_done += len(shard.keys)
         self._counts.num_failed += len(shard.failed)
-        self._counts.num_inexact += len(shard.inexact) if unit.cell.claim == "exact" else 0
+        self._counts.num_inexact += len(shard.inexact) if unit.cell.keeps_to_reference else 0
         scheduler.finish(unit, slot.index)
 
     # --- failures

@@ -118,12 +118,20 @@ class MethodEntry(_Entry):
         return [value] if isinstance(value, str) else value
 
 
+DRAW_SETTINGS = ("confidence", "alg_temp", "top_p", "top_k", "eos_policy")
+"""Keys of a decoder that say how tokens are drawn and positions rated."""
+
+
 class DecoderEntry(_Entry):
     """The commit rule. ``published``, the default, is that of the model's reference implementation, or of the one
     that ``variant`` names. ``static`` commits a fixed number a step, ``sequential`` the leftmost, ``threshold`` all
     that are confident enough, ``factor`` as many as the confidences allow together.
 
-    ``confidence``: what is compared, the ``tempered`` probability of a token (the default) or the ``plain`` one.
+    ``llada`` and ``dream`` are the schedules of the models of these names, in ``steps`` steps a generation (by default
+    one a token); they are for bidirectional models.
+
+    ``confidence``: what is compared, the ``tempered`` probability of a token (the default), the ``plain`` one, or
+    another of workers/decoding/sampling, where ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are said too.
     ``sub_block_length``: sub-blocks of that many tokens are filled one after another.
 
     ``comparison`` names whose threshold comparison is meant: ``sdar`` c > τ (the default), ``fast_dllm`` c ≥ τ,
@@ -132,13 +140,20 @@ class DecoderEntry(_Entry):
     (``refresh``), or both (``full``).
     """
 
-    name: Literal["published", "static", "sequential", "threshold", "factor"]
+    name: Literal["published", "static", "sequential", "threshold", "factor", "llada", "dream"]
     variant: Name | None = None
     commits_per_step: Count = 1
     threshold: float | None = None
     comparison: Literal["sdar", "fast_dllm", "dinfer"] | None = None
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    confidence: Literal["tempered", "plain"] | None = None
+    steps: Count | None = None
+    confidence: (
+        Literal["tempered", "plain", "random", "maskgit_plus", "topk_margin", "entropy", "origin"] | None
+    ) = None
+    alg_temp: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Count | None = None
+    eos_policy: Literal["none", "logits_eos_inf", "confidence_eos_eot_inf"] | None = None
     sub_block_length: Count | None = None
     fused_commit: bool = False
     window: Literal["cross_block", "refresh", "full"] | None = None
@@ -158,11 +173,23 @@ class DecoderEntry(_Entry):
         if self.name != "published" and self.variant is not None:
             raise ValueError("variant belongs to the published decoder; remove it or name that decoder")
         if self.name == "published":
-            for name in ("confidence", "sub_block_length"):
+            for name in (*DRAW_SETTINGS, "sub_block_length"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"the published decoder has its own {name}; remove it or name another decoder"
                     )
+        if self.name not in ("published", "llada", "dream") and self.steps is not None:
+            raise ValueError("steps belongs to the decoders llada and dream; remove it or name one of them")
+        if self.confidence == "origin" and self.name != "dream":
+            raise ValueError("confidence: origin opens positions by dream's schedule; name that decoder")
+        if self.name in ("threshold", "factor"):
+            if self.confidence in ("random", "topk_margin", "entropy"):
+                raise ValueError(
+                    f"the {self.name} decoder compares probabilities, confidence {self.confidence} is none; use "
+                    "tempered, plain or maskgit_plus"
+                )
+            if self.alg_temp:
+                raise ValueError(f"the {self.name} decoder compares probabilities; remove alg_temp")
         if self.name not in ("static", "sequential") and self.commits_per_step != 1:
             raise ValueError("commits_per_step belongs to the static decoder; remove it")
         if self.name == "factor" and self.factor is None:
@@ -226,7 +253,7 @@ class Grid(_Entry):
     repeats: Count = 1
     gen_length: Count | None = None
     limit: Count | None = None
-    stop: Literal["eos"] = "eos"
+    stop: Literal["eos", "full"] | None = None
     record: list[Literal["window", "hidden"]] = []
     numerics: Literal["exact", "fast"] = "exact"
     kernels: Literal["torch", "triton"] = "torch"

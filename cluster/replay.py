@@ -160,6 +160,8 @@ class _RecordedShape:
     block_length: int
     family: str
     caches: tuple[str, ...]
+    stop: str
+    confidence: str
     max_position_embeddings: int = 2**31 - 1
 
     @property
@@ -202,6 +204,8 @@ def _recorded_models(
             block_length=cells[0].block_length,
             family=cells[0].family,
             caches=tuple(sorted({cell.cache for cell in cells})),
+            stop=cells[0].stop,
+            confidence=cells[0].confidence,
         )
         if shape.seeds_next_block:
             raise InputError(

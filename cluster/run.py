@@ -42,6 +42,7 @@ from dlmgrid.cluster.progress import Counts, Progress, Style
 from dlmgrid.cluster.records import RunRecord, new_run_id, submission_id
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
+from dlmgrid.workers.cell import MAY_OPEN_NOTHING
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
 
@@ -243,6 +244,7 @@ class _Run:
         if request.records:
             works = [work for work in works if work.cell.is_reference]
             refuse_unrecorded(store, works, asked.grid.record)
+            refuse_idle_steps(works)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -310,6 +312,17 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
         )
 
 
+def refuse_idle_steps(works: Sequence[CellWork]) -> None:
+    """Raises InputError for a decoder whose steps may open nothing: a state then stands for more than one step, and
+    a replay could not tell them apart."""
+    for work in works:
+        if work.cell.decoder in MAY_OPEN_NOTHING:
+            raise InputError(
+                f"decoder {work.cell.decoder}: its steps may open nothing, so its runs cannot be replayed; record "
+                "static, threshold or factor"
+            )
+
+
 def refuse_unrecorded(store: Store, works: Sequence[CellWork], records: Sequence[str] = ()) -> None:
     """Raises InputError when the folder holds draft-free rows of these cells whose steps were not recorded, or not
     with all that ``records`` names."""
@@ -332,7 +345,7 @@ def outcome(store: Store, works: Sequence[CellWork]) -> ExitCode:
         wanted = set(work.keys)
         for shard in store.shards_of(work.cell.cell_key, work.keys):
             num_failed += len(wanted.intersection(shard.failed))
-            if work.cell.claim == "exact":
+            if work.cell.keeps_to_reference:
                 num_inexact += len(wanted.intersection(shard.inexact))
     if num_inexact:
         return ExitCode.NOT_EXACT

@@ -29,7 +29,7 @@ import torch
 
 import dlmgrid
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.engine.engine import DTYPES, NUMERICS
+from dlmgrid.workers.engine.model_head import DTYPES, NUMERICS
 from dlmgrid.workers.errors import DlmgridError
 from dlmgrid.workers.items import Item, write_items
 from dlmgrid.workers.models.catalog import known_models

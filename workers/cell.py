@@ -16,14 +16,26 @@ SCHEMA_OF_KEYS = 1
 # The method, and the claim, of texts that were made elsewhere.
 IMPORTED = "imported"
 
+CANVAS_CACHES = ("none", "prefix", "dual")
+"""Kinds of cache of bidirectional models."""
+
+APPROXIMATE_CACHES = ("sub_block", "prefix", "dual")
+"""Caches that hold keys and values of earlier states; their rows are exact against each other only."""
+
+SHIFTED_CANVAS_FAMILIES = ("dream",)
+"""Bidirectional families whose row i predicts position i + 1."""
+
+SCHEDULES = ("llada", "dream")
+"""Decoders with ``steps``."""
+
+MAY_OPEN_NOTHING = ("dream",)
+"""Decoders of which a step may leave the state as it is."""
+
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
 
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
-
-APPROXIMATE_CACHES = ("sub_block",)
-"""Caches that hold keys and values of earlier states; their rows are exact against each other only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +45,15 @@ class Cell:
     ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
-    the ``threshold`` decoder, ``factor`` to ``factor``, ``confidence`` (what is compared) and ``sub_block_length``
-    (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
-    ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
-    with the next block's first pass: fewer forwards, the same tokens. ``window`` lets drafts leave their
-    block: ``cross_block``, ``refresh``, ``full`` for both, "" for neither. ``drafter_fingerprint`` identifies a learned
-    or calibrated part ("" if none). ``family`` is the model's ("" in texts made elsewhere).
+    the ``threshold`` decoder, ``factor`` to ``factor``, ``steps`` (of a whole generation) to ``llada`` and ``dream``,
+    ``confidence`` (what is compared) and ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all,
+    ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold, ``product_tau`` to SPOT-Sets; each is None where it does not apply.
+    ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None
+    where not set. ``fused_commit`` joins a block's commit pass with the next block's first pass: fewer forwards, the
+    same tokens. ``window`` lets drafts leave their block: ``cross_block``, ``refresh``, ``full`` for both, "" for
+    neither. ``drafter_fingerprint`` identifies a learned or calibrated part ("" if none). ``family`` is the
+    model's ("" in texts made elsewhere). ``cache`` is ``block`` for block-causal models; bidirectional ones have
+    ``none``, ``prefix`` or ``dual``.
     """
 
     model: str
@@ -61,7 +76,12 @@ class Cell:
     threshold: float | None = None
     comparison: str | None = None
     factor: float | None = None
+    steps: int | None = None
     confidence: str = DEFAULT_CONFIDENCE
+    alg_temp: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    eos_policy: str | None = None
     sub_block_length: int = 0
     fused_commit: bool = False
     window: str = ""
@@ -87,7 +107,8 @@ class Cell:
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
         three verification modes accept the same states and no noise is read, whatever its keying; a threshold
-        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one."""
+        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one, and
+        without filters that of maskgit_plus is; a schedule without steps has one a token."""
         cell = self
         if cell.method == IMPORTED:
             return cell
@@ -109,6 +130,13 @@ class Cell:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
         if cell.confidence == "plain" and cell.temperature in (0, 1):
             cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
+        if cell.confidence == "maskgit_plus" and cell.top_p is None and cell.top_k is None:
+            cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
+        if cell.decoder in SCHEDULES and cell.steps is None:
+            cell = replace(cell, steps=cell.gen_length)
+        if cell.eos_policy == "none" or cell.alg_temp == 0:
+            no_policy = None if cell.eos_policy == "none" else cell.eos_policy
+            cell = replace(cell, eos_policy=no_policy, alg_temp=cell.alg_temp or None)
         return cell
 
     def reference(self) -> Cell:
@@ -127,12 +155,25 @@ class Cell:
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
-        approximate = (
-            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache in APPROXIMATE_CACHES
-        )
-        if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
+        if cell.cache in APPROXIMATE_CACHES or not cell.keeps_to_reference:
             return "approximate"
         return "exact"
+
+    @property
+    def keeps_to_reference(self) -> bool:
+        """Whether a row must equal its serialized run, which has the same cache, on all three levels.
+
+        An approximate cache changes what the model computes, not whether drafting is lossless.
+        """
+        cell = self.canonical()
+        if cell.method == IMPORTED or cell.numerics == "fast" or cell.verification == "greedy_match":
+            return False
+        return cell.product_tau is None and cell.fold_tau in (None, 0.0)
+
+    @property
+    def opens_first_position(self) -> bool:
+        """Whether the first step of a block commits its first position alone: a shifted model with a cache."""
+        return self.family in SHIFTED_CANVAS_FAMILIES and self.cache in APPROXIMATE_CACHES
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

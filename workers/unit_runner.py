@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.decoding.canvas_decoder import CanvasDecoder, whole_canvas_length
 from dlmgrid.workers.decoding.commit_rules import build_rule
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt, canvas_length
 from dlmgrid.workers.decoding.noise import NoiseTable
@@ -27,7 +28,8 @@ from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.drafter_file import read_drafter_file
-from dlmgrid.workers.engine.engine import Engine, load_engine
+from dlmgrid.workers.engine.canvas import CanvasEngine
+from dlmgrid.workers.engine.family_engine import FamilyEngine, is_bidirectional, open_engine, with_room
 from dlmgrid.workers.engine.sub_blocks import SubBlockTarget
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
@@ -86,7 +88,7 @@ class UnitRunner:
     def __init__(self, device: str = "cpu", actor: str = "") -> None:
         self.device = device
         self.actor = actor
-        self._engine: Engine | None = None
+        self._engine: FamilyEngine | None = None
         self._engine_key: tuple[str, ...] = ()
         self._fingerprint = runtime_fingerprint(device)
         self._versions = package_versions()
@@ -106,7 +108,7 @@ class UnitRunner:
         started = time.perf_counter()
         rows = self._rows(unit)
         size, sha256 = _write(Path(unit.output), rows)
-        claims_exact = unit.cell.claim == "exact"
+        must_equal = unit.cell.keeps_to_reference
         return UnitResult(
             unit_key=unit.unit_key,
             output=unit.output,
@@ -115,7 +117,7 @@ class UnitRunner:
             sha256=sha256,
             num_errors=sum(row["error"] is not None for row in rows),
             num_inexact=sum(
-                claims_exact and False in (row["exact_tokens"], row["exact_path"], row["exact_bits"])
+                must_equal and False in (row["exact_tokens"], row["exact_path"], row["exact_bits"])
                 for row in rows
             ),
             num_unchecked=sum(row["exact_tokens"] is None for row in rows),
@@ -138,8 +140,7 @@ class UnitRunner:
         if recorder is not None:
             recorder.stop_token_ids = settings.stop_token_ids
             settings = replace(settings, records_window=recorder.records_window)
-        target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
-        decoder = Decoder(target, build_drafter(cell, unit.drafter_path), settings, recorder)
+        decoder = make_decoder(cell, engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
@@ -215,14 +216,10 @@ class UnitRunner:
 
     def _load(
         self, unit: WorkUnit, config: ModelConfig, prompts: Iterable[Prompt], max_in_flight: int
-    ) -> Engine:
+    ) -> FamilyEngine:
         cell = unit.cell
-        grid = get_family(config.family).grid
         longest = max(
-            (
-                canvas_length(len(prompt.token_ids), cell.gen_length, cell.block_length, grid)
-                for prompt in prompts
-            ),
+            (_num_positions(cell, config, len(prompt.token_ids)) for prompt in prompts),
             default=cell.block_length,
         )
         key = (
@@ -243,18 +240,17 @@ class UnitRunner:
                 raise InputError(
                     f"{unit.checkpoint}: the weights changed since the run was planned; start it again"
                 )
-            engine = load_engine(
+            engine = open_engine(
                 Path(unit.checkpoint),
+                cell,
+                config,
                 num_slots=max_in_flight,
                 max_length=longest,
-                block_length=cell.block_length,
                 device=self.device,
-                dtype=cell.dtype,
-                numerics=cell.numerics,
             )
             self._engine_key = key
         else:
-            engine = _with_room(engine, max_in_flight, longest)
+            engine = with_room(engine, cell.cache, max_in_flight, longest)
         self._engine = engine
         return engine
 
@@ -297,27 +293,12 @@ class UnitRunner:
         )
 
 
-def _with_room(engine: Engine, num_slots: int, max_length: int) -> Engine:
-    """The same weights behind buffers that are large enough."""
-    if num_slots <= engine.num_slots and max_length <= engine.max_length:
-        return engine
-    return Engine(
-        engine.config,
-        engine.weights,
-        num_slots=max(num_slots, engine.num_slots),
-        max_length=max(max_length, engine.max_length),
-        device=str(engine.device),
-        dtype=engine.dtype,
-        numerics=engine.numerics,
-    )
-
-
 def _check_fit(cell: Cell, token_ids: Sequence[int], config: ModelConfig) -> None:
     """Raises InputError for a prompt that is empty or leaves no room for the generation."""
     if not token_ids:
         raise InputError("the prompt is empty")
     max_positions = config.max_position_embeddings
-    canvas = canvas_length(len(token_ids), cell.gen_length, cell.block_length, get_family(config.family).grid)
+    canvas = _num_positions(cell, config, len(token_ids))
     if canvas > max_positions:
         raise InputError(
             f"prompt of {len(token_ids)} tokens and gen_length {cell.gen_length} need {canvas} positions, the "
@@ -325,7 +306,29 @@ def _check_fit(cell: Cell, token_ids: Sequence[int], config: ModelConfig) -> Non
         )
 
 
-def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSettings:
+def _num_positions(cell: Cell, config: ModelConfig, prompt_tokens: int) -> int:
+    """Positions that a prompt and its generation take."""
+    if is_bidirectional(config):
+        return whole_canvas_length(prompt_tokens, cell.gen_length, cell.block_length)
+    grid = get_family(config.family).grid
+    return canvas_length(prompt_tokens, cell.gen_length, cell.block_length, grid)
+
+
+def make_decoder(
+    cell: Cell,
+    engine: FamilyEngine,
+    drafter: Drafter,
+    settings: DecodeSettings,
+    recorder: TrajectoryRecorder | None = None,
+) -> Decoder:
+    """The decode loop that fits a cell and its engine."""
+    if isinstance(engine, CanvasEngine):
+        return CanvasDecoder(engine, drafter, settings, recorder)
+    target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
+    return Decoder(target, drafter, settings, recorder)
+
+
+def decode_settings(cell: Cell, engine: FamilyEngine, *, profiled: bool) -> DecodeSettings:
     """The decoder's settings of a canonical cell on its model."""
     family = get_family(engine.config.family)
     is_causal = cell.decoder == "causal"
@@ -339,6 +342,7 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         stop_token_ids=engine.config.stop_token_ids,
         verification=cell.verification,
         stop=cell.stop,
+        end_token_ids=engine.config.end_token_ids,
         fused_commit=cell.fused_commit,
         shifted=family.shifted or is_causal,
         causal=is_causal,

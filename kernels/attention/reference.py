@@ -37,7 +37,7 @@ TILES_PER_SPLIT = SPLIT_KEYS // TILE_KEYS
 _KEYS_AT_ONCE = 1 << 12
 """Keys of all segments of a group whose scores are held at once. It bounds memory; no bit depends on it."""
 
-_LEAST_EXPONENT = -80.0
+LEAST_EXPONENT = -80.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +232,7 @@ def _attend_group(
     last.masked_fill_(absent, -math.inf)
     last_maximum = last.amax(-1)
     if not full:
-        weights = _exponentials(last, last_maximum).masked_fill_(absent, 0.0)
+        weights = exponentials(last, last_maximum).masked_fill_(absent, 0.0)
         sums = weights.sum(-1)
         output = _weigh(weights, last_values, value_cache.dtype)
         return output.div_(sums[..., None]), last_maximum.add_(sums.log())
@@ -253,13 +253,11 @@ def _attend_group(
     for tile in range(1, full + 1):
         if tile % TILES_PER_SPLIT:
             torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
-    decay = (
-        maximum[:, :-1].sub(maximum[:, 1:]).clamp_(_LEAST_EXPONENT, 0.0).exp_()
-    )  # read only inside a split
-    scores = _exponentials(scores, maximum[:, :-1])
+    decay = maximum[:, :-1].sub(maximum[:, 1:]).clamp_(LEAST_EXPONENT, 0.0).exp_()  # read only inside a split
+    scores = exponentials(scores, maximum[:, :-1])
     if tiles.absent_first is not None:
         scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], 0.0)
-    last = _exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
+    last = exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
     sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)
     outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))
     rounded = scores.to(value_cache.dtype).float().flatten(1, 2)
@@ -274,7 +272,7 @@ def _attend_group(
             total = total.mul_(decay[:, tile - 1]).add_(sums[:, tile])
             output = output.mul_(decay[:, tile - 1, ..., None]).add_(outputs[:, tile])
         split = (maximum[:, stop - 1], total, output)
-        merged = split if merged is None else _merge(merged, split)
+        merged = split if merged is None else merge_splits(merged, split)
     assert merged is not None
     maximum, total, output = merged
     return output / total[..., None], maximum + total.log()
@@ -291,22 +289,22 @@ def _multiply_each(left: Tensor, cache: Tensor, slots: Sequence[int], out: Tenso
         torch.bmm(one, parts[slot], out=result)
 
 
-def _exponentials(scores: Tensor, maximum: Tensor) -> Tensor:
+def exponentials(scores: Tensor, maximum: Tensor) -> Tensor:
     """exp(scores - maximum) in place, ``maximum`` without the last dimension.
 
     Exponents below -80 count as -80: such a weight is lost in any sum that holds the maximum's weight of 1,
     and the vendor's exponential takes a hundred times as long where results underflow.
     """
-    return scores.sub_(maximum[..., None]).clamp_(min=_LEAST_EXPONENT).exp_()
+    return scores.sub_(maximum[..., None]).clamp_(min=LEAST_EXPONENT).exp_()
 
 
-def _merge(
+def merge_splits(
     left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Join two splits, each (maximum, sum, unnormalised output), the earlier one first."""
     maximum = torch.maximum(left[0], right[0])
     left_factor, right_factor = (
-        value.sub(maximum).clamp_(min=_LEAST_EXPONENT).exp_() for value in (left[0], right[0])
+        value.sub(maximum).clamp_(min=LEAST_EXPONENT).exp_() for value in (left[0], right[0])
     )
     total = left[1] * left_factor + right[1] * right_factor
     output = left[2] * left_factor[..., None] + right[2] * right_factor[..., None]

@@ -122,3 +122,10 @@ def gumbel_at(keys: Tensor, stream: int, positions: Tensor, draws: Tensor, token
     words = torch.stack(philox(counter, (keys[..., 0:1], keys[..., 1:2])), dim=-1)
     lane = (token_ids % 4)[..., None]
     return _gumbel(words.gather(-1, lane).squeeze(-1))
+
+
+def uniform_at(keys: Tensor, stream: int, positions: Tensor, draws: Tensor) -> Tensor:
+    """The uniform behind the entry at token id 0, fp64 [...]; keys int64 [..., 2], positions and draws int64 [...]."""
+    zeros = torch.zeros_like(positions)
+    words = philox((zeros, positions, draws, torch.full_like(zeros, stream)), (keys[..., 0], keys[..., 1]))
+    return uniform(words[0])

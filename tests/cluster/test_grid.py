@@ -116,7 +116,7 @@ def test_decoders_take_their_own_settings() -> None:
         (change("[none, ssd,", "[3, ssd,"), r"g: methods\[0\]: should be a mapping of keys to values, or a name"),
         (GOOD + "resources: 3", r"g: resources: should be a mapping of keys to values .found 3.$"),
         (GOOD + "resources: {num_actors: 1000000}", "g: resources.num_actors: should be less than or equal to 4096"),
-        (GOOD + "stop: " + "x" * 5000, r"g: stop: 'x+\.\.\.x+' is not one of 'eos'$"),
+        (GOOD + "stop: " + "x" * 5000, r"g: stop: 'x+\.\.\.x+' is not one of 'eos' or 'full'$"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(text: str, message: str) -> None:

@@ -2,12 +2,12 @@
 
 A rule sees, for each state, the confidence of the token chosen at every masked position, and nothing else; with
 the choice of tokens it makes the transition T(state) a deterministic function of state and noise. Ties go to the
-lowest position. Every rule commits at least one position of a state that has one masked.
+lowest position. Every rule but Dream's schedule commits at least one position of a state that has one masked.
 
 Sources: ``low_confidence_static`` and ``low_confidence_dynamic`` of JetAstra/SDAR ``generate.py``; the threshold
 comparisons of NVlabs/Fast-dLLM and inclusionAI/dInfer; the factor rule of Fast-dLLM (arXiv 2505.22618). The
-confidence is always taken from an unfiltered softmax, as SDAR's OpenCompass port does (which one:
-:mod:`~dlmgrid.workers.decoding.confidence`); a name of the table ``COMPARISONS`` chooses how it is compared.
+confidence is what ``sampling`` says; by default the unfiltered (tempered) softmax, as in SDAR's OpenCompass port: a
+name of the table ``COMPARISONS`` chooses how it is compared, not what it is. Schedules: ``schedules``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import DEFAULT_COMPARISON, DEFAULT_CONFIDENCE, Cell
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, SCHEDULES, Cell
+from dlmgrid.workers.decoding.sampling import DEFAULT_SAMPLING, Sampling, sampling_of
+from dlmgrid.workers.decoding.schedules import even_split, linear_counts, linear_fractions, opened_by_masked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,27 +28,49 @@ class CommitRule:
     """A rule with its settings.
 
     ``select`` maps (masked bool [..., L], confidence fp32 [..., L]) to the committed positions, bool [..., L].
-    ``max_commits`` bounds the positions of one step from above (None: the block's length). ``confidence`` names what
-    the rule compares. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
+    ``max_commits`` bounds the positions of one step from above (None: the block's length). ``sampling`` is how tokens
+    are drawn and positions rated. ``select_step`` is given, in place of ``select`` for the target's own steps, where
+    a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
+    the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
     """
 
     name: str
     select: Callable[[Tensor, Tensor], Tensor]
     max_commits: int | None
-    confidence: str = DEFAULT_CONFIDENCE
+    sampling: Sampling = DEFAULT_SAMPLING
+    select_step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    may_open_nothing: bool = False
     sub_block_length: int = 0
+
+    @property
+    def confidence(self) -> str:
+        """The name of what the rule compares."""
+        return self.sampling.confidence
+
+    def at_step(self, masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
+        """The positions that step ``steps`` int64 [...] of each state's block commits, bool [..., L]."""
+        if self.select_step is None:
+            return self.select(masked, confidence)
+        return self.select_step(masked, confidence, steps)
 
     def eligible(self, masked: Tensor) -> Tensor:
         """The positions of states masked at bool [..., L] that the next step may fill."""
         return first_sub_block(masked, self.sub_block_length) if self.sub_block_length else masked
 
 
-def top_positions(masked: Tensor, confidence: Tensor, count: int) -> Tensor:
-    """The ``count`` most confident masked positions (all of them where fewer are left), ties to the lowest."""
-    scores = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf))
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    picked = torch.zeros_like(masked).scatter(-1, order, True)
-    return picked & masked
+def top_positions(masked: Tensor, confidence: Tensor, count: int | Tensor) -> Tensor:
+    """The ``count`` most confident masked positions (all of them where fewer are left), ties to the lowest.
+
+    ``count`` is one number for all states, or int64 [...], one a state.
+    """
+    order = _scores(masked, confidence).sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.arange(masked.shape[-1], device=masked.device)
+    picked = ranks < (count if isinstance(count, int) else count[..., None])
+    return torch.zeros_like(masked).scatter(-1, order, picked.expand_as(masked)) & masked
+
+
+def _scores(masked: Tensor, confidence: Tensor) -> Tensor:
+    return torch.where(masked, confidence, torch.full_like(confidence, -torch.inf))
 
 
 def static(commits_per_step: int) -> CommitRule:
@@ -69,7 +93,7 @@ def _at_least(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
 
 
 def _near_the_best(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
-    best = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf)).amax(dim=-1, keepdim=True)
+    best = _scores(masked, confidence).amax(dim=-1, keepdim=True)
     return confidence >= (best - 1e-5).clamp_max(value)
 
 
@@ -117,8 +141,7 @@ def factor(value: float) -> CommitRule:
 
     def select(masked: Tensor, confidence: Tensor) -> Tensor:
         length = masked.shape[-1]
-        scores = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf)).double()
-        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+        ranked, order = _scores(masked, confidence).double().sort(dim=-1, descending=True, stable=True)
         counts = torch.arange(1, length + 1, device=masked.device, dtype=torch.float64)
         passes = ranked >= 1 - value / (counts + 1)
         passes[..., 0] = True
@@ -126,6 +149,68 @@ def factor(value: float) -> CommitRule:
         return torch.zeros_like(masked).scatter(-1, order, picked) & masked
 
     return CommitRule(name="factor", select=select, max_commits=None)
+
+
+def scheduled(name: str, block_length: int, counts: tuple[int, ...]) -> CommitRule:
+    """The most confident positions, ``counts[k]`` of them at step k of a block; all that is left after the last."""
+    opened = torch.ones(block_length + 1, dtype=torch.int64)
+    opened[: sum(counts) + 1] = opened_by_masked(sum(counts), counts)
+    steps_open = torch.tensor([*counts, block_length])
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return top_positions(masked, confidence, opened.to(masked.device)[masked.sum(dim=-1)])
+
+    def select_step(masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
+        count = steps_open.to(masked.device)[steps.clamp_max(len(counts))]
+        return top_positions(masked, confidence, count)
+
+    return CommitRule(
+        name=name,
+        select=select,
+        max_commits=max(counts),
+        select_step=select_step,
+        may_open_nothing=0 in counts,
+    )
+
+
+def at_random(block_length: int, num_steps: int, first_step: int) -> CommitRule:
+    """Dream's ``origin``: step k opens every masked position with the probability that the schedule gives.
+
+    The confidence of a position is minus its uniform noise, so it opens where the noise lies below the probability.
+    Drafters are told to expect the mean number, rounded down.
+    """
+    fractions = torch.tensor([*linear_fractions(num_steps)[first_step:], 1.0])
+    counts = linear_counts(block_length - first_step, num_steps, first_step)
+    expected = scheduled("dream", block_length, counts)
+
+    def select_step(masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
+        step = steps.clamp_max(len(fractions) - 1)
+        probability = fractions.to(masked.device)[step][..., None]
+        return masked & ((confidence > -probability) | (probability == 1))
+
+    return replace(expected, max_commits=None, select_step=select_step, may_open_nothing=True)
+
+
+def first_position_first(rule: CommitRule) -> CommitRule:
+    """``rule``, but the first step of a block commits its first position alone, and ``rule`` counts from the next.
+
+    A shifted model predicts a block's first position from the row before the block, which passes over the block
+    alone do not compute: the pass that refreshes the cache commits it (NVlabs/Fast-dLLM,
+    dream/model/generation_utils_block.py).
+    """
+
+    def first_only(masked: Tensor, picked: Tensor) -> Tensor:
+        alone = torch.zeros_like(masked)
+        alone[..., 0] = True
+        return torch.where(masked[..., :1], alone & masked, picked)
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return first_only(masked, rule.select(masked, confidence))
+
+    def select_step(masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
+        return first_only(masked, rule.at_step(masked, confidence, (steps - 1).clamp_min(0)))
+
+    return replace(rule, select=select, select_step=select_step)
 
 
 def sequential(commits_per_step: int) -> CommitRule:
@@ -158,13 +243,15 @@ def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
     return replace(rule, select=select, max_commits=bound, sub_block_length=length)
 
 
-RULES = ("static", "threshold", "factor", "sequential", "causal")
+RULES = ("static", "threshold", "factor", "sequential", "causal", "llada", "dream")
 """``causal`` is the rule of an autoregressive run: the leftmost position, in a pass that sees its block causally."""
 
 
 def build_rule(cell: Cell) -> CommitRule:
     """The commit rule of a cell. Raises ValueError for an unknown decoder, or a setting missing or out of range."""
-    rule = replace(_base_rule(cell), confidence=cell.confidence)
+    rule = replace(_base_rule(cell), sampling=sampling_of(cell))
+    if cell.opens_first_position:
+        rule = first_position_first(rule)
     if not cell.sub_block_length:
         return rule
     if cell.block_length % cell.sub_block_length:
@@ -175,6 +262,8 @@ def build_rule(cell: Cell) -> CommitRule:
 
 
 def _base_rule(cell: Cell) -> CommitRule:
+    if cell.decoder in SCHEDULES:
+        return _scheduled_rule(cell)
     if cell.decoder == "causal":
         return replace(sequential(1), name="causal")
     if cell.decoder == "sequential":
@@ -190,3 +279,16 @@ def _base_rule(cell: Cell) -> CommitRule:
             raise ValueError("the factor decoder needs a factor")
         return factor(cell.factor)
     raise ValueError(f"decoder {cell.decoder!r} is not one of {', '.join(RULES)}")
+
+
+def _scheduled_rule(cell: Cell) -> CommitRule:
+    length = cell.block_length
+    num_blocks = cell.gen_length // length
+    num_steps = (cell.steps or cell.gen_length) // num_blocks
+    if cell.decoder == "llada":
+        return scheduled("llada", length, even_split(length, num_steps))
+    # where the refreshing pass has opened the first position, the schedule goes on from its second step
+    first_step = int(cell.opens_first_position)
+    if cell.confidence == "origin":
+        return at_random(length, num_steps, first_step)
+    return scheduled("dream", length, linear_counts(length - first_step, num_steps, first_step))

@@ -54,7 +54,10 @@ __all__ = [
     "Target", "canvas_length",
 ]  # fmt: skip
 
-STOP_POLICIES = ("eos", "none")
+STOP_POLICIES = ("eos", "full", "none")
+"""``eos``: a sample ends after the block that holds a stop id; ``full``: the canvas is filled and then cut at the first
+stop id, as LLaDA and Dream are published; ``none``: stop ids are tokens like others."""
+
 VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
 """The verification modes that keep to the serialized path, and the noise that the drafter's predictions read."""
 
@@ -96,7 +99,8 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSettings:
-    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``.
+    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``; ``end_token_ids``, the end
+    of a text first, are what the rule's policy on end tokens is about.
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
     ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
@@ -116,6 +120,7 @@ class DecodeSettings:
     verification: str = "coupled"
     stop: str = "eos"
     fused_commit: bool = False
+    end_token_ids: tuple[int, ...] = ()
     shifted: bool = False
     causal: bool = False
     grid: BlockGrid = "absolute"
@@ -148,6 +153,11 @@ class DecodeSettings:
     def stops(self) -> tuple[int, ...]:
         """The ids that end a sample under the stop policy."""
         return self.stop_token_ids if self.stop == "eos" else ()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The ids of which the first cuts the output."""
+        return () if self.stop == "none" else self.stop_token_ids
 
 
 class Decoder:
@@ -186,12 +196,7 @@ class Decoder:
             ValueError: a prompt is empty, or its canvas is longer than the target's buffers.
         """
         for prompt in prompts:
-            canvas = canvas_length(
-                len(prompt.token_ids),
-                self.settings.gen_length,
-                self.settings.block_length,
-                self.settings.grid,
-            )
+            canvas = self._canvas_length(prompt)
             if not prompt.token_ids or canvas > self.target.max_length:
                 raise ValueError(
                     f"item {prompt.item_id!r}: {len(prompt.token_ids)} prompt tokens and gen_length "
@@ -205,7 +210,7 @@ class Decoder:
         while waiting or in_flight:
             while waiting and free_slots:
                 index, prompt = waiting.popleft()
-                in_flight[index] = Sample(prompt, self.settings, free_slots.pop())
+                in_flight[index] = self._begin(prompt, free_slots.pop())
                 in_flight[index].generation.batch_size = width
                 if self.recorder is not None:
                     self.recorder.start(prompt)
@@ -217,6 +222,13 @@ class Decoder:
                     free_slots.append(sample.slot)
                     del in_flight[index]
         return [done[index] for index in range(len(prompts))]
+
+    def _canvas_length(self, prompt: Prompt) -> int:
+        settings = self.settings
+        return canvas_length(len(prompt.token_ids), settings.gen_length, settings.block_length, settings.grid)
+
+    def _begin(self, prompt: Prompt, slot: int) -> Sample:
+        return Sample(prompt, self.settings, slot)
 
     def _pass(self, samples: list[Sample]) -> None:
         """One packed pass: each sample prefills, denoises or commits, or commits and denoises the next block."""
@@ -315,6 +327,7 @@ class Decoder:
             return
         for index in entered.tolist():
             samples[index].block_start += self.settings.block_length
+            samples[index].block_steps = 0
             self._forget(samples[index])
         length = self.settings.block_length
         beyond = replace(
@@ -351,6 +364,7 @@ class Decoder:
                 noise=self.settings.noise,
                 accepts_argmax=self.settings.verification == GREEDY_MATCH,
                 product_tau=self.settings.product_tau,
+                end_token_ids=self.settings.end_token_ids,
             ),
             hidden=hidden,
             first_segment=first_segments[which],
@@ -361,6 +375,11 @@ class Decoder:
             snapshots=self._snapshots,
             snapshot_rows=round_.slots[which],
             on_step=on_step,
+            block_steps=torch.tensor(
+                [round_.samples[index].block_steps for index in which.tolist()],
+                dtype=torch.int64,
+                device=hidden.device,
+            ),
             has_stopped=self._has_stopped([round_.samples[index] for index in which.tolist()]),
         )
 
@@ -440,6 +459,7 @@ class Decoder:
     def _next_block(self, sample: Sample) -> None:
         """Go on to the next block, whose first round is drafted where a window has looked at it and refresh is on."""
         sample.block_start += sample.block_length
+        sample.block_steps = 0
         slot = torch.tensor([sample.slot], device=self.target.device)
         if self._snapshots is not None:
             if self._next_snapshots is not None and refreshes(self.settings.window):
@@ -450,11 +470,11 @@ class Decoder:
             self._next_snapshots.invalidate(slot)
 
     def _finish(self, sample: Sample) -> None:
-        stops = self.settings.stops
+        cuts = self.settings.cuts
         prompt_tokens = len(sample.prompt.token_ids)
         end = min(sample.block_start + sample.block_length, prompt_tokens + self.settings.gen_length)
         output = sample.tokens[prompt_tokens:end]
-        cut = next((index for index, token in enumerate(output) if token in stops), None)
+        cut = next((index for index, token in enumerate(output) if token in cuts), None)
         sample.generation.token_ids = output if cut is None else output[: cut + 1]
         sample.generation.stop_reason = "length" if cut is None else "eos"
 
@@ -496,6 +516,7 @@ def _account(sample: Sample, steps: WalkedSteps, nodes: int) -> None:
 
 def _add_steps(sample: Sample, steps: WalkedSteps) -> None:
     generation, start = sample.generation, sample.block_start
+    sample.block_steps += len(steps.commits)
     generation.steps.extend(tuple((start + at, token) for at, token in commits) for commits in steps.commits)
     generation.margins.extend(steps.margins)
     generation.digests.extend(steps.digests)

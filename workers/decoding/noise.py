@@ -18,7 +18,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.philox import gumbel_at, gumbel_rows
+from dlmgrid.kernels.philox import gumbel_at, gumbel_rows, uniform_at
 
 NOISE_MODES = ("commit_count", "per_position")
 
@@ -71,3 +71,15 @@ class NoiseTable:
     ) -> Tensor:
         """Gumbel noise fp32 [..., K] at token_ids int64 [..., K]; keys [..., 2], the others [...]."""
         return gumbel_at(keys, int(stream), positions, self.draw_indices(commit_counts), token_ids)
+
+    def position_uniforms(self, keys: Tensor, positions: Tensor, draws: Tensor) -> Tensor:
+        """Uniforms fp64 [R] strictly inside (0, 1) for choosing positions: keys int64 [R, 2], the others int64 [R].
+
+        ``draws`` is whatever grows along a path; the mode does not touch it.
+        """
+        return uniform_at(keys, int(Stream.POSITION), positions, draws)
+
+    def position_gumbels(self, keys: Tensor, positions: Tensor, draws: Tensor) -> Tensor:
+        """Gumbel noise fp32 [R] of the same entries."""
+        ids = torch.zeros_like(positions)[..., None]
+        return gumbel_at(keys, int(Stream.POSITION), positions, draws, ids).squeeze(-1)

@@ -33,19 +33,23 @@ class Verdict:
     top2_margin: float | None = None
 
 
-def steps_of(positions: Sequence[int], tokens: Sequence[int], step_of_commit: Sequence[int]) -> list[Step]:
-    """The path held by the commit columns of a row.
+def steps_of(
+    positions: Sequence[int], tokens: Sequence[int], step_of_commit: Sequence[int], num_steps: int
+) -> list[Step]:
+    """The path held by the commit columns of a row; a step that no commit belongs to opened nothing.
 
-    Raises ValueError when the columns differ in length or the steps do not count up from 0 without a gap.
+    Raises ValueError when the columns differ in length or the steps do not count up from 0 to below ``num_steps``.
     """
     if not len(positions) == len(tokens) == len(step_of_commit):
         raise ValueError("commit columns differ in length")
     steps: list[list[tuple[int, int]]] = []
     for position, token, step in zip(positions, tokens, step_of_commit, strict=True):
-        if step == len(steps):
+        if step < len(steps) - 1:
+            raise ValueError(f"commit steps fall to {step} after {len(steps) - 1}")
+        if step >= num_steps:
+            raise ValueError(f"commit step {step} of {num_steps} steps")
+        while step >= len(steps):
             steps.append([])
-        elif step != len(steps) - 1:
-            raise ValueError(f"commit steps jump to {step} after {len(steps) - 1}")
         steps[step].append((position, token))
     return [tuple(sorted(step)) for step in steps]
 
@@ -67,8 +71,10 @@ def logits_digest(step_digests: Sequence[str]) -> str:
 
 def compare(row: Mapping[str, Any], reference: Mapping[str, Any]) -> Verdict:
     """The verdict of ``row`` against ``reference``; both hold the generation columns of the same item and repeat."""
-    steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"])
-    expected = steps_of(reference["commit_positions"], reference["commit_tokens"], reference["commit_steps"])
+    steps, expected = (
+        steps_of(one["commit_positions"], one["commit_tokens"], one["commit_steps"], len(one["step_digests"]))
+        for one in (row, reference)
+    )
     exact_tokens = list(row["token_ids"]) == list(reference["token_ids"])
     seeds, expected_seeds = _seeds_of(row), _seeds_of(reference)
     exact_path = steps == expected and seeds == expected_seeds

@@ -30,10 +30,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
+from dlmgrid.kernels.logits import Summary, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
-from dlmgrid.workers.decoding.confidence import confidence_of
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.sampling import READS_STEP, PositionNoise, draw, forbid_tokens
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
 from dlmgrid.workers.decoding.tree import DraftTree
@@ -51,6 +51,7 @@ class TransitionRule:
 
     ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
     ``product_tau``: the floor of product max-commit, None without it.
+    ``end_token_ids``: the tokens that end a text, and then a turn, for the rule's policy on them.
     """
 
     rule: CommitRule
@@ -58,6 +59,7 @@ class TransitionRule:
     noise: NoiseTable
     accepts_argmax: bool = False
     product_tau: float | None = None
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ def walk(
     snapshots: Snapshots | None,
     snapshot_rows: Tensor,
     on_step: Callable[[SeenStep], None] | None = None,
+    block_steps: Tensor | None = None,
     has_stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
     """Walk every sample's tree, to a state that is not drafted, or to one that completes the block.
@@ -123,6 +126,7 @@ def walk(
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
         on_step: is shown every transition; for recording a run.
+        block_steps: int64 [S], steps of the block made before the root, for rules that depend on the step; None: 0.
         has_stopped: maps samples int64 [A] and their states int32 [A, L] to whether the state ends the sample, bool
             [A]; the walk stops there as the serialized run does.
 
@@ -135,6 +139,9 @@ def walk(
     """
     num_samples = first_segment.shape[0]
     device = hidden.device
+    rule = transition.rule
+    first_steps = torch.zeros_like(commit_counts) if block_steps is None else block_steps
+    num_walked = 0
     roots = tree.tokens[:, 0].clone()
     root_masked = num_masked(roots)
     steps = [WalkedSteps() for _ in range(num_samples)]
@@ -145,30 +152,36 @@ def walk(
         masked = states == MASKED
         row_of, position = masked.nonzero(as_tuple=True)
         read = hidden[first_segment[active] + node][masked]
-        logits = head.logits(read)
+        logits = forbid_tokens(head.logits(read), rule.sampling, transition.end_token_ids)
+        block_step = first_steps[active] + num_walked
+        num_walked += 1
         counts = commit_counts[active] + root_masked[active] - num_masked(states)
+        row_keys, row_positions = keys[active][row_of], block_starts[active][row_of] + position
         gumbel = None
         if transition.temperature > 0:
             gumbel = transition.noise.rows(
-                keys[active][row_of],
-                Stream.TOKEN,
-                block_starts[active][row_of] + position,
-                counts[row_of],
-                logits.shape[1],
+                row_keys, Stream.TOKEN, row_positions, counts[row_of], logits.shape[1]
             )
-        draws = functools.partial(
-            _choose, transition, logits, states=states, row_of=row_of, position=position
+        draws = (block_step if rule.sampling.confidence in READS_STEP else counts)[row_of]
+        position_noise = PositionNoise(
+            functools.partial(transition.noise.position_uniforms, row_keys, row_positions, draws),
+            functools.partial(transition.noise.position_gumbels, row_keys, row_positions, draws),
         )
-        drawn = draws(gumbel)
-        step = _step(transition.rule, states, drawn)
+        choose_with = functools.partial(
+            _choose, transition, logits, position_noise, states=states, row_of=row_of, position=position
+        )
+        drawn = choose_with(gumbel)
+        step = _step(rule, states, drawn, block_step)
         if transition.product_tau is not None:
             step = _largest_admissible(tree.select(active), states, drawn, step, transition.product_tau)
         if transition.accepts_argmax and gumbel is not None:
-            argmax = _step(transition.rule, states, draws(torch.zeros_like(gumbel)))
+            argmax = _step(rule, states, choose_with(torch.zeros_like(gumbel)), block_step)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
             found = tree.find(active, step.following)
+        if rule.may_open_nothing:  # the state stays, the block's step counts on: the round ends
+            found = torch.where(step.selected.any(dim=1), found, -1)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
             0, row_of, commit_hashes(position, row_digests(logits))
         )
@@ -221,6 +234,7 @@ class _Step(NamedTuple):
 def _choose(
     transition: TransitionRule,
     logits: Tensor,
+    position_noise: PositionNoise,
     gumbel: Tensor | None,
     *,
     states: Tensor,
@@ -228,13 +242,19 @@ def _choose(
     position: Tensor,
 ) -> _Chosen:
     """Choose a token at every masked position. Raises FloatingPointError where a probability is not finite."""
-    choice: Choice = choose(logits, transition.temperature, gumbel)
+    drawn = draw(
+        logits,
+        transition.rule.sampling,
+        transition.temperature,
+        gumbel,
+        position_noise,
+        transition.end_token_ids,
+    )
+    choice = drawn.choice
     if not bool(torch.isfinite(choice.probabilities).all()):
         raise FloatingPointError("the model's logits are not finite at a state of this item")
     confidence = torch.full(states.shape, -torch.inf, device=states.device)
-    confidence[row_of, position] = confidence_of(
-        transition.rule.confidence, logits, transition.temperature, choice
-    )
+    confidence[row_of, position] = drawn.confidence
     tokens = states.clone()
     tokens[row_of, position] = choice.tokens.to(torch.int32)
     margins = torch.zeros(states.shape, device=states.device)
@@ -259,11 +279,11 @@ def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
     )
 
 
-def _step(rule: CommitRule, states: Tensor, chosen: _Chosen) -> _Step:
+def _step(rule: CommitRule, states: Tensor, chosen: _Chosen, block_step: Tensor) -> _Step:
     """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
     masked = states == MASKED
-    selected = rule.select(masked, chosen.confidence) & masked
-    if not bool(selected.any(dim=1).all()):
+    selected = rule.at_step(masked, chosen.confidence, block_step) & masked
+    if not rule.may_open_nothing and not bool(selected.any(dim=1).all()):
         raise StalledError(f"decoder {rule.name!r} opened no position of a state with masks left")
     return _Step(selected, torch.where(selected, chosen.tokens, states), chosen)
 

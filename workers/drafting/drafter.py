@@ -65,8 +65,8 @@ class Prediction(NamedTuple):
     """What the stale distributions say of each position, for states with given commit counts.
 
     ``first`` and ``second`` int32 [S, W, L]: the likeliest tokens (perturbed at T > 0). ``confidence`` fp32: the
-    tempered probability of ``first``, what the commit rule compares. ``unrounded_confidence`` fp64: the same, at
-    T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
+    tempered probability of ``first``, or what else the commit rule compares. ``unrounded_confidence`` fp64: the same,
+    at T in {0, 1} worked out from the mass of the other tokens, so that positions whose probability is 1 in fp32
     keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
     every state of a sample is predicted alike. Positions outside the snapshot, and samples whose snapshot is not
@@ -125,7 +125,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     probabilities = snapshots.probabilities[:, None]
     others = probabilities[..., 1:].double().sum(dim=-1) + snapshots.tail_mass[:, None].double()
     if temperature == 0:
-        return Prediction(
+        found = Prediction(
             first=token_ids[..., 0].to(torch.int32),
             second=token_ids[..., 1].to(torch.int32),
             confidence=probabilities[..., 0],
@@ -133,6 +133,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
             first_probability=probabilities[..., 0],
             second_probability=probabilities[..., 1],
         )
+        return _rated(inputs, commit_counts, found)
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
     scores = perturbed_scores(inputs, commit_counts)
@@ -148,7 +149,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
         confidence = (chosen - snapshots.log_tempered_mass[:, None]).exp()
         unrounded = confidence.double()
-    return Prediction(
+    found = Prediction(
         first=tokens[..., 0],
         second=tokens[..., 1],
         confidence=confidence,
@@ -156,3 +157,28 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )
+    return _rated(inputs, commit_counts, found)
+
+
+def _rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Prediction:
+    """The prediction with its confidences as the decoder's rule rates positions, mapped into [0, 1] in that order.
+
+    Filters and the noise of ``alg_temp`` are left out: they cost accepted drafts, never exactness.
+    """
+    kind, snapshots = inputs.rule.confidence, inputs.snapshots
+    if kind == "topk_margin":
+        lead = snapshots.probabilities[..., 0] - snapshots.probabilities[..., 1]
+        confidence = lead[:, None].double()
+    elif kind == "entropy":
+        confidence = (-snapshots.entropy.double()).exp()[:, None]
+    elif kind == "random" and inputs.stream == Stream.TOKEN:
+        shape = (*commit_counts.shape, inputs.roots.shape[1])
+        positions = inputs.block_starts[:, None] + torch.arange(shape[-1], device=commit_counts.device)
+        confidence = inputs.noise.position_uniforms(
+            inputs.keys[:, None, None].expand(*shape, -1),
+            positions[:, None].expand(shape),
+            commit_counts[..., None].expand(shape),
+        )
+    else:
+        return found
+    return found._replace(confidence=confidence.float(), unrounded_confidence=confidence)

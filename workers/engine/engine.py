@@ -5,9 +5,7 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,22 +13,19 @@ from torch import Tensor
 
 from dlmgrid.kernels.attention import plan_attention
 from dlmgrid.kernels.embedding import MASKED
-from dlmgrid.kernels.gemm import PANEL_ROWS, linear, linear_vendor
+from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
-from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
-from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
-from dlmgrid.workers.errors import InputError, OutOfMemoryError
-from dlmgrid.workers.models.checkpoint import check_checkpoint
+from dlmgrid.workers.engine.memory import padded_length
+from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, free_memory, load_model, memory_errors
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layers import BlockPart, PassInputs, run_layers
-from dlmgrid.workers.models.weights import ModelWeights, load_weights
+from dlmgrid.workers.models.weights import ModelWeights
 
-NUMERICS = ("exact", "fast")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+__all__ = ["DTYPES", "Engine", "free_memory", "load_engine"]
 
 
-class Engine:
+class Engine(ModelHead):
     """Packed forward passes of one model.
 
     A *slot* holds the keys and values of one sample. A segment reads the cached positions of its slot before
@@ -56,34 +51,15 @@ class Engine:
         Raises InputError for an impossible setting, or where the buffers do not fit ``memory_budget_bytes``
         (by default what the device has free beside the weights).
         """
-        if numerics not in NUMERICS:
-            raise InputError(f"numerics: {numerics!r} is not one of {', '.join(NUMERICS)}")
-        if num_slots < 1:
-            raise InputError(f"max_in_flight: {num_slots} samples in flight; at least 1 is needed")
-        if not 1 <= max_length <= config.max_position_embeddings:
-            raise InputError(
-                f"gen_length: prompt and generation need {max_length} positions, the model has "
-                f"{config.max_position_embeddings}; lower gen_length or shorten the prompts"
-            )
-        self.config = config
-        self.weights = weights
-        self.num_slots = num_slots
+        super().__init__(
+            config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics
+        )
         self.max_length = padded_length(max_length)
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.numerics = numerics
         self.block_length = config.block_length
         family = get_family(config.family)
         self._from_prompt = family.grid == "prompt"
         self._token_causal = family.attention == "token_causal"
-        plan = plan_memory(config, num_slots=num_slots, max_length=max_length, dtype=_name(dtype))
-        budget = memory_budget_bytes
-        if budget is None:
-            free = free_memory(self.device)
-            budget = None if free is None else free + plan.weight_bytes  # the weights are already there
-        if budget is not None:
-            check_memory(plan, budget, num_slots=num_slots, max_length=max_length)
-        self._linear = linear if numerics == "exact" else linear_vendor
+        self.check_room(max_length, num_slots, memory_budget_bytes)
         shape = (
             config.num_hidden_layers,
             num_slots,
@@ -92,21 +68,11 @@ class Engine:
             KEY_TILE,
             config.head_dim,
         )
-        with _memory_errors():
+        with memory_errors():
             self._keys = torch.zeros(shape, dtype=dtype, device=self.device)
             self._values = torch.zeros(shape, dtype=dtype, device=self.device)
             self._cosines, self._sines = _rotary_tables(config, self.max_length, self.device)
         self._cached = [0] * num_slots
-
-    @property
-    def vocab_padded(self) -> int:
-        """Width of the logits: the vocabulary rounded up to whole 64s."""
-        return self.weights.head.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the rows that :meth:`forward` returns."""
-        return self.config.hidden_size
 
     def cached_length(self, slot: int) -> int:
         """Positions of ``slot`` that hold stored keys and values, from 0."""
@@ -179,54 +145,12 @@ class Engine:
         )
         return hidden.clone()
 
-    @torch.no_grad()
-    def logits(self, rows: Tensor) -> Tensor:
-        """Logits of ``rows`` [R, H] (any R): [R, V padded] fp32; -inf for the mask token and the padding.
+    @property
+    def _tested_length(self) -> int:
+        return self.block_length
 
-        A row's logits do not depend on R in ``exact``.
-        """
-        with _memory_errors():
-            logits = self._linear(rows, self.weights.head, out_dtype=torch.float32)
-        logits[:, self.config.vocab_size :] = -torch.inf
-        logits[:, self.config.mask_token_id] = -torch.inf
-        return logits
-
-    @torch.no_grad()
-    def self_test(self) -> None:
-        """Hold the exactness of this device to the test: rows alone against rows packed, with this model's
-        own matrices and its first layers. Touches no slot.
-
-        Raises InputError where bits differ, naming the operation.
-        """
-        if self.numerics != "exact":
-            return
-        generator = torch.Generator().manual_seed(0)
-        layer = self.weights.layers[0]
-        first_layers = replace(self.weights, layers=self.weights.layers[:2])
-        try:
-            for name in ("qkv", "output", "gate_up", "down"):
-                self._test_linear(name, getattr(layer, name), generator)
-            self._test_linear("head", self.weights.head, generator)
-            if (experts := self.weights.layers[-1].experts) is not None:
-                self._test_linear("router", experts.router, generator)
-                self._test_linear("expert gate_up", experts.gate_up[0], generator)
-                self._test_linear("expert down", experts.down[0], generator)
-            blocks = torch.randint(0, self.config.vocab_size, (3, self.block_length, 1), generator=generator)
-            check_row_invariance(
-                "first layers",
-                lambda rows: self._forward_rows(rows, first_layers),
-                blocks.int().to(self.device),
-            )
-        except RowInvarianceError as error:
-            raise InputError(f"numerics: exact does not hold here ({error}); use numerics: fast") from error
-
-    def _test_linear(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, weight.dtype)
-        check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
-
-    def _forward_rows(self, rows: Tensor, weights: ModelWeights) -> Tensor:
-        """Blocks at position 0 that store nothing, through ``weights``: [rows, H]."""
-        tokens = rows.view(-1, self.block_length)
+    def _forward_rows(self, tokens: Tensor, weights: ModelWeights) -> Tensor:
+        """Blocks at position 0 that store nothing, through ``weights``: [N * L, H]."""
         num = len(tokens)
         return self._run(tokens, [0] * num, [0] * num, [False] * num, weights).flatten(0, 1)
 
@@ -280,7 +204,7 @@ class Engine:
             stored_slots=self._ints([slots[segment] for segment in stored]),
             stored_starts=self._ints([on_grid[segment] for segment in stored]),
         )
-        with _memory_errors():
+        with memory_errors():
             hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
         return hidden[: num * length].view(num, length, -1)
 
@@ -368,15 +292,15 @@ def load_engine(
     Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or
     where weights and buffers do not fit.
     """
-    config = check_checkpoint(folder, block_length)
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
-    plan = plan_memory(config, num_slots=max(num_slots, 1), max_length=max_length, dtype=dtype)
-    budget = memory_budget_bytes if memory_budget_bytes is not None else free_memory(torch.device(device))
-    if budget is not None:
-        check_memory(plan, budget, num_slots=max(num_slots, 1), max_length=max_length)
-    with _memory_errors():
-        weights = load_weights(folder, config, device, DTYPES[dtype])
+    config, weights = load_model(
+        folder,
+        num_cached=num_slots,
+        max_length=max_length,
+        device=device,
+        dtype=dtype,
+        block_length=block_length,
+        memory_budget_bytes=memory_budget_bytes,
+    )
     engine = Engine(
         config,
         weights,
@@ -390,31 +314,3 @@ def load_engine(
     if self_test and engine.device.type == "cpu":
         engine.self_test()
     return engine
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be taken on ``device`` now; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Turn the device's out-of-memory errors into ours: the driver then lowers the samples in flight."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"out of device memory ({str(error).splitlines()[0]}); lower max_in_flight"
-        ) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise OutOfMemoryError(
-            f"out of host memory ({str(error).splitlines()[0]}); lower max_in_flight"
-        ) from error
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -67,18 +67,19 @@ def check_checkpoint(folder: Path | str, block_length: int | None = None) -> Mod
     expected = expected_tensors(config)
     where = folder / (INDEX_FILE if (folder / INDEX_FILE).exists() else SINGLE_FILE)
     tied = config.tie_word_embeddings
-    names = get_family(config.family).tensor_names
+    family = get_family(config.family)
+    names, tying = family.tensor_names, family.tying_key
     head = names["head"]
     if not tied and head not in found and names["embedding"] in found:
         raise InputError(
             f"{where}: tensor {head} is missing, expected {list(expected[head])} since "
-            f"{folder / 'config.json'} says tie_word_embeddings false; set it to true if the head "
+            f"{folder / 'config.json'} says {tying} false; set it to true if the head "
             "is the embedding"
         )
     if tied and head in found:
         raise InputError(
             f"{found[head].file}: found tensor {head}, expected none since "
-            f"{folder / 'config.json'} says tie_word_embeddings true; set it to false to use this head"
+            f"{folder / 'config.json'} says {tying} true; set it to false to use this head"
         )
     for name, shape in expected.items():
         entry = found.get(name)

@@ -101,6 +101,12 @@ class ModelConfig:
     experts: ExpertConfig | None = None
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text or a turn, the end of a text first."""
+        eos = self.stop_token_ids[:1] if self.eos_token_id is None else (self.eos_token_id,)
+        return (*eos, *(token for token in self.stop_token_ids if token not in eos))
+
+    @property
     def num_parameters(self) -> int:
         from dlmgrid.workers.models.layout import expected_tensors
 
@@ -120,6 +126,16 @@ class ModelConfig:
     def caches(self) -> tuple[str, ...]:
         """The kinds of key/value cache that the model can be run with; the first is the default."""
         return self._family.caches
+
+    @property
+    def stop(self) -> str:
+        """The stop policy of the reference implementation."""
+        return self._family.stop
+
+    @property
+    def confidence(self) -> str:
+        """What the commit rules of the family's implementations compare."""
+        return self._family.confidence
 
     def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
         """A published decode rule of the family as fields of a cell, by default its reference implementation's.
@@ -269,11 +285,13 @@ def read_decoder_config(
     qkv_bias: bool = False,
     rope_theta: float | None = None,
     max_positions: int = 32768,
+    checks_block_length: bool = True,
 ) -> ModelConfig:
     """Read the keys that transformers' dense decoders share (Qwen2, Qwen3, Llama, Ministral).
 
     ``block_length``, ``mask_token_id`` and ``max_positions`` are the family's where the file is silent;
-    ``rope_theta`` is given where the family reads it itself. Raises InputError for a missing or impossible value.
+    ``rope_theta`` is given where the family reads it itself, and ``block_length`` is final where it is not to be
+    checked. Raises InputError for a missing or impossible value.
     """
     file.must_be("hidden_act", "silu")
     if "quantization_config" in file.values:
@@ -284,7 +302,7 @@ def read_decoder_config(
     num_heads, num_kv_heads = file.heads()
     head_dim = file.head_dim(hidden_size // num_heads)
     vocab_size = file.integer("vocab_size")
-    length = file.block_length(block_key, block_length)
+    length = file.block_length(block_key, block_length) if checks_block_length else block_length
     stops = file.stop_token_ids()
     return ModelConfig(
         family=family,
@@ -331,6 +349,24 @@ def check_block_length(length: int, where: str = "block_length") -> None:
     if not MIN_BLOCK_LENGTH <= length <= MAX_BLOCK_LENGTH or KEY_TILE % length:
         fits = [str(n) for n in range(MIN_BLOCK_LENGTH, MAX_BLOCK_LENGTH + 1) if KEY_TILE % n == 0]
         raise InputError(f"{where}: block length {length} cannot be run; use one of {', '.join(fits)}")
+
+
+def canvas_block_length(file: ConfigFile, default: int) -> int:
+    """The block length of a bidirectional model, which no key tile bounds: what the grid asks for, else ``default``.
+
+    Whether it divides a generation is known where the generation's length is.
+    """
+    wanted = file.wanted_block_length
+    if wanted is None:
+        return default
+    if not 1 <= wanted <= MAX_SIZE:
+        raise InputError(f"block_length: {wanted} cannot be run; use 1 or more")
+    return wanted
+
+
+def with_turn_end(stops: tuple[int, ...], turn_end: int, vocab_size: int) -> tuple[int, ...]:
+    """``stops`` with the token that ends a turn, where the vocabulary has room for it."""
+    return stops if turn_end in stops or turn_end >= vocab_size else (*stops, turn_end)
 
 
 def check_ids(path: Path, config: ModelConfig) -> None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.models import fast_dllm_v2, llada2, nemotron, sdar
+from dlmgrid.workers.models import dream, fast_dllm_v2, llada, llada2, nemotron, sdar
 from dlmgrid.workers.models.family import Family, KnownModel
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (sdar.FAMILY, llada2.FAMILY, fast_dllm_v2.FAMILY, nemotron.FAMILY)
+    family.name: family
+    for family in (
+        sdar.FAMILY,
+        llada2.FAMILY,
+        fast_dllm_v2.FAMILY,
+        nemotron.FAMILY,
+        llada.FAMILY,
+        dream.FAMILY,
+    )
 }
 """Families by name."""
 

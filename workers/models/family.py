@@ -35,8 +35,8 @@ class PublishedDecoder:
     """The decode rule of one published implementation, as the fields of a cell. ``source`` names it.
 
     ``decoder`` and its parameters are those of workers/decoding/commit_rules, ``confidence`` what the rule compares
-    (workers/decoding/confidence), ``sub_block_length`` the width of the sub-blocks that are filled in order, 0
-    for none.
+    (workers/decoding/sampling, as are ``alg_temp`` to ``eos_policy``), ``sub_block_length`` the width of the sub-blocks
+    that are filled in order, 0 for none. Rules with ``steps`` take as many as the generation has tokens.
     """
 
     source: str
@@ -46,6 +46,10 @@ class PublishedDecoder:
     comparison: str | None = None
     factor: float | None = None
     confidence: str = "tempered"
+    alg_temp: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    eos_policy: str | None = None
     sub_block_length: int = 0
 
     @property
@@ -108,8 +112,11 @@ class Family:
         attention, grid: see :data:`Attention` and :data:`BlockGrid`.
         shifted: whether row i - 1 predicts position i (else row i).
         seed: what the last row of a pass that stores gives the next block: nothing, its first token by argmax, or
-            its first token drawn at the temperature.
+             its first token drawn at the temperature.
         stop_rule: when a stop id ends a sample: see :data:`StopRule`.
+        stop: the stop policy of the reference implementation (workers/decoding/decoder).
+        confidence: what rules compare where a grid names a rule and no confidence (workers/decoding/sampling).
+        tying_key: the key of config.json that says whether the head is the embedding.
         caches: kinds of key/value cache that can be asked for; the first is the default.
         exactness: what a cache promises against the uncached model, in a few words.
         decoder: the reference implementation's decode rule, the default of a grid that names none.
@@ -128,6 +135,9 @@ class Family:
     shifted: bool = False
     seed: Seed = "none"
     stop_rule: StopRule = "block"
+    stop: str = "eos"
+    confidence: str = "tempered"
+    tying_key: str = "tie_word_embeddings"
     caches: tuple[str, ...] = ("block",)
     exactness: str = "exact"
     decoder: PublishedDecoder

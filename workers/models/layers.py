@@ -23,8 +23,22 @@ from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.experts import run_experts
 from dlmgrid.workers.models.weights import LayerWeights, ModelWeights
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Maps (layer, queries [R, Hq, d], keys and values [R, Hkv, d], all turned and scaled) to attention [R, Hq, d]; rows
+past those of the pass may be left out."""
+
 Linear = Callable[..., Tensor]
 """Maps (rows [R, K], weight [N, K], bias [N] or None) to [R, N]: kernels/gemm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRows:
+    """What the rows of a pass are, whatever they attend to."""
+
+    tokens: Tensor  # [R] int32, -1 where masked
+    cosines: Tensor  # [R, r / 2]
+    sines: Tensor  # [R, r / 2]
+    query_scale: Tensor | None = None  # [R] fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +93,39 @@ def run_layers(
     The caches are [layers, slots, tiles, Hkv, tile, d]. In every layer the segments that store write their
     keys and values first, so a later block of the same pass attends to them.
     """
-    hidden = embed(inputs.tokens, weights.embedding, config.mask_token_id)
+    num, length = inputs.num_segments, inputs.block_length
+
+    def attend(layer: int, *heads: Tensor) -> Tensor:
+        queries, keys, values = (part[: num * length].unflatten(0, (num, length)) for part in heads)
+        key_part, value_part = key_cache[layer], value_cache[layer]
+        if len(inputs.stored):
+            write_cache(key_part, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
+            write_cache(value_part, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
+        if inputs.part is None:
+            output, _ = block_attention(queries, keys, values, key_part, value_part, inputs.plan)
+            return output.flatten(0, 1)
+        keys, values = inputs.part.block_of(key_part), inputs.part.block_of(value_part)
+        at = inputs.part.rows(length)
+        whole = queries.new_zeros(num, inputs.part.length, *queries.shape[2:])
+        whole[at] = queries
+        output, _ = block_attention(whole, keys, values, key_part, value_part, inputs.plan)
+        return output[at].flatten(0, 1)
+
+    rows = PassRows(
+        tokens=inputs.tokens, cosines=inputs.cosines, sines=inputs.sines, query_scale=inputs.query_scale
+    )
+    return run_rows(config, weights, rows, attend, linear)
+
+
+def run_rows(
+    config: ModelConfig, weights: ModelWeights, rows: PassRows, attend: Attend, linear: Linear
+) -> Tensor:
+    """Hidden states after the final norm, [R, H] in the weights' dtype, with ``attend`` for what rows see."""
+    hidden = embed(rows.tokens, weights.embedding, config.mask_token_id)
     for index, layer in enumerate(weights.layers):
         normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        attended = _attend(config, layer, normed, inputs, key_cache[index], value_cache[index], linear)
-        hidden = linear(attended, layer.output).add_(hidden)
+        attended = attend(index, *_heads(config, layer, normed, rows, linear))
+        hidden = linear(pad_rows(attended.flatten(1)), layer.output).add_(hidden)
         normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
         mlp = linear(silu_gate(linear(normed, layer.gate_up)), layer.down)
         if layer.experts is not None and config.experts is not None:
@@ -92,42 +134,18 @@ def run_layers(
     return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
 
 
-def _attend(
-    config: ModelConfig,
-    layer: LayerWeights,
-    normed: Tensor,
-    inputs: PassInputs,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    linear: Linear,
-) -> Tensor:
-    """Attention of one layer for ``normed`` [R, H]: [R, Hq d] before the output projection."""
+def _heads(
+    config: ModelConfig, layer: LayerWeights, normed: Tensor, rows: PassRows, linear: Linear
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, Hq, d], keys and values [R, Hkv, d] of one layer for ``normed`` [R, H]."""
     num_heads, num_kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rows = normed.shape[0]
-    heads = linear(normed, layer.qkv, layer.qkv_bias).view(rows, num_heads + 2 * num_kv_heads, width)
+    heads = linear(normed, layer.qkv, layer.qkv_bias)
+    heads = heads.view(normed.shape[0], num_heads + 2 * num_kv_heads, width)
     turned, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if layer.head_norm is not None:
         turned = head_rms_norm(turned, layer.head_norm, config.rms_norm_eps)
-    turned = apply_rotary(turned, inputs.cosines, inputs.sines)
-
-    num, length = inputs.num_segments, inputs.block_length
-    if inputs.query_scale is not None:
-        scaled = turned[:, :num_heads].float() * inputs.query_scale[:, None, None]
+    turned = apply_rotary(turned, rows.cosines, rows.sines)
+    if rows.query_scale is not None:
+        scaled = turned[:, :num_heads].float() * rows.query_scale[:, None, None]
         turned[:, :num_heads] = scaled.to(turned.dtype)
-    turned = turned[: num * length].unflatten(0, (num, length))
-    queries, keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
-    values = values[: num * length].unflatten(0, (num, length))
-    if len(inputs.stored):
-        write_cache(key_cache, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-        write_cache(value_cache, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-    if inputs.part is not None:
-        keys, values = inputs.part.block_of(key_cache), inputs.part.block_of(value_cache)
-        at = inputs.part.rows(length)
-        own = queries
-        queries = own.new_zeros(num, inputs.part.length, num_heads, width)
-        queries[at] = own
-        output, _ = block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
-        output = output[at]
-    else:
-        output, _ = block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
-    return pad_rows(output.reshape(num * length, num_heads * width))
+    return turned[:, :num_heads], turned[:, num_heads:], values

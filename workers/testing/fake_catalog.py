@@ -79,6 +79,8 @@ class FakeShape:
     family: str = "fake"
     seeds_next_block: bool = False
     caches: tuple[str, ...] = ("block",)
+    stop: str = "eos"
+    confidence: str = "tempered"
 
     def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
         if variant not in (None, "strict"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.cell import CANVAS_CACHES, Cell
 from dlmgrid.workers.decoding.commit_rules import build_rule
 from dlmgrid.workers.decoding.decoder import VERIFICATIONS, canvas_length
 from dlmgrid.workers.decoding.noise import NoiseTable
@@ -214,6 +214,10 @@ class ReplayBatch:
     def start(self, index: int) -> Replayed:
         """The passes before the first block: the prefill of whole prompt blocks."""
         item_id, repeat, prompt_tokens = self.identities[index]
+        if self.cell.cache in CANVAS_CACHES:
+            return Replayed(
+                item_id=item_id, repeat=repeat, prompt_tokens=prompt_tokens, nfe_prefill=0, nfe_commit=0
+            )
         prefilled = int(self.block_starts[self.firsts[index]])
         return Replayed(
             item_id=item_id,
@@ -223,6 +227,16 @@ class ReplayBatch:
             nfe_commit=0,
             rows_computed=prefilled,
         )
+
+    def rows_of_branch(self, step: int, prompt_tokens: int) -> int:
+        """Rows that a pass computes for one branch of the block that ``step`` is in."""
+        cache, length = self.cell.cache, self.block_length
+        if cache not in CANVAS_CACHES:
+            return length
+        canvas = prompt_tokens + -(-self.cell.gen_length // length) * length
+        if cache == "none" or int(self.commit_counts[step]) == 0:
+            return canvas
+        return length if cache == "dual" else canvas - int(self.block_starts[step])
 
     def walk(self, tree: DraftTree, samples: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Walk the trees of ``samples`` int64 [A], whose roots are about to take ``steps`` int64 [A].
@@ -327,13 +341,16 @@ class CellReplay:
             result.nfe_denoise += 1
             result.accepted.append(int(taken[index]) - 1)
             result.drafted_nodes += int(trees.num_drafted()[index])
-            result.rows_computed += int(rows[index]) * self._batch.block_length
+            branch = self._batch.rows_of_branch(int(steps[index]), result.prompt_tokens)
+            result.rows_computed += int(rows[index]) * branch
             result.depths.append(int(depth[index]))
             result.widths.append(int(width[index]))
 
     def _count_commits(self, samples: Tensor, steps: Tensor, following: Tensor, completes: Tensor) -> None:
         """The commit pass of each block that this round ended without a draft that completes it."""
         batch = self._batch
+        if batch.cell.cache in CANVAS_CACHES:
+            return
         is_over = following >= batch.ends[samples]
         last = following.clamp_max(len(batch.commits) - 1)
         begins = is_over | (batch.commit_counts[last] == 0)  # the walk stands at the end of a block
