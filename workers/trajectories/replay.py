@@ -301,7 +301,7 @@ class CellReplay:
             looked[inside] = -1
         self._looked[samples] = looked
         following = steps + taken
-        self._count(samples, steps, taken, trees, rows)
+        self._count(samples, taken, trees, rows)
         self._count_commits(samples, steps, following, completes)
         return following
 
@@ -320,16 +320,17 @@ class CellReplay:
 
         return run
 
-    def _count(self, samples: Tensor, steps: Tensor, taken: Tensor, trees: WindowTrees, rows: Tensor) -> None:
+    def _count(self, samples: Tensor, taken: Tensor, trees: WindowTrees, rows: Tensor) -> None:
         depth, width = tree_shape(trees.current)
-        for index, sample in enumerate(samples.tolist()):
+        columns = (samples, taken, trees.num_drafted(), rows, depth, width)
+        for sample, steps, nodes, blocks, deepest, widest in zip(*(c.tolist() for c in columns), strict=True):
             result = self._results[sample]
             result.nfe_denoise += 1
-            result.accepted.append(int(taken[index]) - 1)
-            result.drafted_nodes += int(trees.num_drafted()[index])
-            result.rows_computed += int(rows[index]) * self._batch.block_length
-            result.depths.append(int(depth[index]))
-            result.widths.append(int(width[index]))
+            result.accepted.append(steps - 1)
+            result.drafted_nodes += nodes
+            result.rows_computed += blocks * self._batch.block_length
+            result.depths.append(deepest)
+            result.widths.append(widest)
 
     def _count_commits(self, samples: Tensor, steps: Tensor, following: Tensor, completes: Tensor) -> None:
         """The commit pass of each block that this round ended without a draft that completes it."""
