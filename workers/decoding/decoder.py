@@ -30,39 +30,28 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dlmgrid.kernels.logits import Summary, choose, summarize
-from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
-from dlmgrid.workers.decoding.noise import NoiseTable, Stream
+from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
+from dlmgrid.workers.decoding.settings import GREEDY_MATCH, STOP_POLICIES, VERIFICATIONS, DecodeSettings
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
-from dlmgrid.workers.decoding.window import WINDOWS, draft_round, refreshes, wants_following
+from dlmgrid.workers.decoding.window import draft_round, refreshes, wants_following
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, reads_hidden
-from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
 
 __all__ = [
     "GREEDY_MATCH", "STOP_POLICIES", "VERIFICATIONS", "DecodeSettings", "Decoder", "Generation", "Prompt", "Recorder",
     "Target", "canvas_length",
 ]  # fmt: skip
-
-STOP_POLICIES = ("eos", "full", "none")
-"""``eos``: a sample ends after the block that holds a stop id; ``full``: the canvas is filled and then cut at the first
-stop id, as LLaDA and Dream are published; ``none``: stop ids are tokens like others."""
-
-VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
-"""The verification modes that keep to the serialized path, and the noise that the drafter's predictions read."""
-
-GREEDY_MATCH = "greedy_match"
-"""The mode that leaves the serialized path at T > 0: live only; its predictions read no noise."""
 
 
 class Target(Protocol):
@@ -95,69 +84,6 @@ class Recorder(Protocol):
     def record(self, prompts: Sequence[Prompt], block_starts: Tensor, step: SeenStep) -> None: ...
 
     def record_next(self, prompt: Prompt, summary: Summary, hidden: Tensor) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSettings:
-    """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``; ``end_token_ids``, the end
-    of a text first, are what the rule's policy on end tokens is about.
-
-    ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
-    ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
-    pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
-    ``window``: how drafts leave their block, see ``window.py``. ``product_tau``: the floor of product max-commit.
-    ``records_window``: a draft-free decode shows its recorder the next block beside every state; the rows for it are
-    not counted.
-    """
-
-    block_length: int
-    gen_length: int
-    budget: int
-    temperature: float
-    rule: CommitRule
-    noise: NoiseTable
-    stop_token_ids: tuple[int, ...]
-    verification: str = "coupled"
-    stop: str = "eos"
-    fused_commit: bool = False
-    end_token_ids: tuple[int, ...] = ()
-    shifted: bool = False
-    causal: bool = False
-    grid: BlockGrid = "absolute"
-    seed: Seed = "none"
-    stop_rule: StopRule = "block"
-    window: str = ""
-    product_tau: float | None = None
-    records_window: bool = False
-    profiled: bool = False
-
-    def __post_init__(self) -> None:
-        modes = (*VERIFICATIONS, GREEDY_MATCH)
-        if self.verification not in modes:
-            raise ValueError(f"verification {self.verification!r} is not one of {', '.join(modes)}")
-        if self.stop not in STOP_POLICIES:
-            raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
-        if self.window not in WINDOWS:
-            raise ValueError(f"window {self.window!r} is not one of {', '.join(WINDOWS[1:])}")
-        if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
-            raise ValueError("budget and temperature must not be negative, gen_length must be positive")
-        if (self.fused_commit or self.window) and self.seed != "none":
-            name = "fused_commit" if self.fused_commit else f"window {self.window!r}"
-            raise ValueError(
-                f"{name}: the commit pass gives the next block's first token, nothing joins the two"
-            )
-        if self.window and (self.stop_rule != "block" or self.shifted):
-            raise ValueError(f"window {self.window!r}: this family stops inside a block or shifts its rows")
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """The ids that end a sample under the stop policy."""
-        return self.stop_token_ids if self.stop == "eos" else ()
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The ids of which the first cuts the output."""
-        return () if self.stop == "none" else self.stop_token_ids
 
 
 class Decoder:

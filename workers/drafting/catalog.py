@@ -146,6 +146,20 @@ METHODS: dict[str, MethodInfo] = {
             records=("hidden",),
         ),
         MethodInfo(
+            name="spot_sets_gamma",
+            title="SPOT-Sets with a floor on mass",
+            summary="spot_sets without the states whose mass is below gamma; the realised budget follows confidence.",
+            source="SPOT, arXiv 2610.22543",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.spot_sets:build_gamma",
+            needs=("a set model of this target: dlmgrid train-sets TRAJ --out FILE.safetensors", "gamma"),
+            parameters=("checkpoint", "gamma"),
+            decoders=("threshold", "factor"),
+            file_key="checkpoint",
+            reads="set_model",
+            records=("hidden",),
+        ),
+        MethodInfo(
             name="spot_sets_product",
             title="SPOT-Sets with product max-commit",
             summary=(

@@ -8,6 +8,7 @@ are the decoder's ``window``.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -24,12 +25,16 @@ from dlmgrid.workers.drafting.set_model import NUM_RESCORED, SetModel
 
 
 class SetDrafter:
-    """The D states of largest mass under a set model, which is held in fp64 so that packing changes no tree."""
+    """The D states of largest mass under a set model; with ``min_log_mass`` only those of at least that log mass.
+
+    The model is held in fp64 so that packing changes no tree.
+    """
 
     reads_hidden = True
 
-    def __init__(self, model: SetModel) -> None:
+    def __init__(self, model: SetModel, *, min_log_mass: float = -torch.inf) -> None:
         self._model = model.double().eval()
+        self._min_log_mass = min_log_mass
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
@@ -38,7 +43,7 @@ class SetDrafter:
         def propose(states: Tensor, commit_counts: Tensor) -> SetPrediction:
             return predict_sets(model, inputs, states, commit_counts)
 
-        grow_sets(inputs, tree, propose)
+        grow_sets(inputs, tree, propose, min_log_mass=self._min_log_mass)
 
 
 @torch.inference_mode()
@@ -89,3 +94,11 @@ def predict_sets(
 def build(checkpoint: Path) -> Drafter:
     """SPOT-Sets with the set model at ``checkpoint``. Raises InputError for a file that is none."""
     return SetDrafter(load_set_model(checkpoint))
+
+
+def build_gamma(checkpoint: Path, gamma: float) -> Drafter:
+    """SPOT-Sets-γ: only states with a mass of at least γ, 0 < γ ≤ 1. Raises InputError for a file that holds no set
+    model, ValueError for another γ."""
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, it must lie in (0, 1]")
+    return SetDrafter(load_set_model(checkpoint), min_log_mass=math.log(gamma))

@@ -335,16 +335,18 @@ class CellReplay:
         return run
 
     def _count(self, samples: Tensor, steps: Tensor, taken: Tensor, trees: WindowTrees, rows: Tensor) -> None:
-        depth, width = tree_shape(trees.current)
-        for index, sample in enumerate(samples.tolist()):
+        columns = (samples, steps, taken, trees.num_drafted(), rows, *tree_shape(trees.current))
+        for sample, step, count, nodes, blocks, deepest, widest in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             result = self._results[sample]
             result.nfe_denoise += 1
-            result.accepted.append(int(taken[index]) - 1)
-            result.drafted_nodes += int(trees.num_drafted()[index])
-            branch = self._batch.rows_of_branch(int(steps[index]), result.prompt_tokens)
-            result.rows_computed += int(rows[index]) * branch
-            result.depths.append(int(depth[index]))
-            result.widths.append(int(width[index]))
+            branch = self._batch.rows_of_branch(step, result.prompt_tokens)
+            result.accepted.append(count - 1)
+            result.drafted_nodes += nodes
+            result.rows_computed += blocks * branch
+            result.depths.append(deepest)
+            result.widths.append(widest)
 
     def _count_commits(self, samples: Tensor, steps: Tensor, following: Tensor, completes: Tensor) -> None:
         """The commit pass of each block that this round ended without a draft that completes it."""
