@@ -18,6 +18,9 @@ from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.tokenization import load_tokenizer
 
 GIB = 2**30
+READ_AT_MOST = GIB
+"""Weights that ``check`` reads for their fingerprint; larger ones would take it longer than the seconds it may."""
+
 SHOWN_SAMPLES, SHOWN_TOKENS = 8, 2048
 
 
@@ -97,7 +100,10 @@ def _check(path: str) -> None:
         ("variants", "; ".join(f"{name} ({rule.source})" for name, rule in family.variants.items())),
         ("positions", str(config.max_position_embeddings)),
         ("chat template", template),
-        ("weights", weight_fingerprint(folder)),
+        (
+            "weights",
+            weight_fingerprint(folder, read_at_most=READ_AT_MOST) or "not read yet: the first run does",
+        ),
     ):
         console.print(f"{label + ':':<15}{text}", markup=False)
     console.print("ok: every tensor, id and token is as the configuration says, and the tokenizer loads")

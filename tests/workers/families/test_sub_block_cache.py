@@ -64,7 +64,7 @@ class CachedLoop:
         self.model.load_state_dict(dict(stream_tensors(folder)))
         self.num_whole = self.num_part = 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, tokens: list[int], first: int, past: Pairs) -> tuple[Tensor, Pairs]:
         """Logits of ``tokens`` at positions from ``first`` on, all of which see all of ``past``; with their keys and
         values."""
