@@ -55,7 +55,7 @@ def _list_models() -> None:
         table.add_row(
             model.name + ("*" if model.note else ""),
             model.family,
-            str(model.block_length),
+            str(model.block_length or "whole"),
             ", ".join(family.caches),
             family.exactness,
             f"{model.parameters / 1e9:.2f} B",
@@ -94,7 +94,7 @@ def _check(path: str) -> None:
         ("parameters", f"{config.num_parameters:,}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, {heads}"),
         ("vocabulary", f"{config.vocab_size}, mask token {config.mask_token_id}, stop tokens {stops}"),
-        ("block length", str(config.block_length)),
+        ("block length", str(config.block_length or "the whole generation")),
         ("cache", f"{', '.join(family.caches)} ({family.exactness})"),
         ("decoder", family.decoder.source),
         ("variants", "; ".join(f"{name} ({rule.source})" for name, rule in family.variants.items())),
