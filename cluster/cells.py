@@ -203,7 +203,16 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
     return Model(entry=entry, folder=folder, shape=shape)
 
 
-def check_canvas(model: Model, decoder: DecoderEntry, gen_length: int) -> None:
+def check_canvases(grid: Grid, models: Sequence[Model], questions: Sequence[Questions]) -> None:
+    """Raises InputError for a model, decoder and benchmark whose lengths do not go together."""
+    for model in models:
+        for asked in questions:
+            with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
+                for decoder in grid.decoder:
+                    _check_canvas(model, decoder, asked.gen_length)
+
+
+def _check_canvas(model: Model, decoder: DecoderEntry, gen_length: int) -> None:
     """Raises InputError where blocks, steps or the decoder do not fit a generation of a bidirectional model, or a
     decoder is for such models only."""
     shape = model.shape
@@ -315,6 +324,7 @@ def make_cells(
     ``inputs`` is the folder of the item files, ``drafters`` beside it that of the drafters' files. Raises InputError
     where a length does not fit a model, or a drafter's file is missing or does not fit a cell.
     """
+    check_canvases(grid, models, questions)
     works: dict[str, CellWork] = {}
     drafters = [find_drafters(method) for method in grid.methods]
     for model in models:
@@ -326,8 +336,6 @@ def make_cells(
                 )
             keys = tuple(Key(item.item_id, repeat) for item in asked.items for repeat in range(grid.repeats))
             for decoder in grid.decoder:
-                with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
-                    check_canvas(model, decoder, asked.gen_length)
                 for cell, drafter in _cells(
                     grid, model, asked, decoder, fingerprints[str(model.folder)], drafters
                 ):

@@ -326,7 +326,7 @@ def own_faults(row: Row) -> Iterator[str]:
     if row["token_ids"] is None:
         return
     try:
-        num_steps = len(row["step_digests"] or [])
+        num_steps = max(len(row["step_digests"] or []), len(row["commit_steps"]))
         steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"], num_steps)
     except (TypeError, ValueError) as error:
         yield f"the path cannot be read: {error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.cell import CANVAS_CACHES, SCHEDULES, Cell
 
 
 def forwards_per_row(cell: Cell) -> int:
@@ -10,8 +10,14 @@ def forwards_per_row(cell: Cell) -> int:
 
     Prefill, and for each block its denoising steps and its commit pass; a prompt that does not fill its last block
     adds one block. A fused commit pass is the next block's first pass. A reference row is decoded twice: packed,
-    and one sample at a time.
+    and one sample at a time. A bidirectional model has denoising steps alone.
     """
+    if cell.cache in CANVAS_CACHES:
+        in_block = -(-cell.block_length // cell.commits_per_step) + int(cell.opens_first_position)
+        num_steps = -(-cell.gen_length // cell.block_length) * in_block
+        if cell.decoder in SCHEDULES:
+            num_steps = cell.steps or cell.gen_length
+        return 2 * num_steps if cell.is_reference else num_steps
     num_blocks = -(-cell.gen_length // cell.block_length) + 1
     steps = -(-cell.block_length // cell.commits_per_step)
     once = 1 + num_blocks * (steps + 1)

@@ -122,7 +122,7 @@ def _decode(folder: Path, name: str, config: ModelConfig, arguments: argparse.Na
         method="none",
         budget=0,
         temperature=0.0,
-        block_length=config.block_length,
+        block_length=config.block_length or arguments.gen_length,
         gen_length=arguments.gen_length,
         stop="none",
         numerics=arguments.numerics,

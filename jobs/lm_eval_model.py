@@ -38,7 +38,8 @@ from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.jobs.lm_eval_requests import Batch, make_batches, parse_settings
 from dlmgrid.workers.benchmarks.benchmark import package_version
 from dlmgrid.workers.benchmarks.lm_eval_task import cut_at_stop_strings
-from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.cell import CANVAS_CACHES, Cell
+from dlmgrid.workers.decoding.canvas_decoder import whole_canvas_length
 from dlmgrid.workers.decoding.decoder import canvas_length
 from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.errors import InputError
@@ -278,10 +279,13 @@ class DlmgridLM(LM):
     def _check_fit(self, batch: Batch) -> None:
         shape, gen_length = self._model.shape, batch.sampling.gen_length
         limit = shape.max_position_embeddings
-        block_length = self._model.entry.block_length or shape.block_length
+        block_length = self._model.entry.block_length or shape.block_length or gen_length
+        is_canvas = bool(set(CANVAS_CACHES) & set(shape.caches))
         for item in batch.items.values():
             num_tokens = len(self._encoder.encode(item))
-            needed = canvas_length(num_tokens, gen_length, block_length)
+            needed = (whole_canvas_length if is_canvas else canvas_length)(
+                num_tokens, gen_length, block_length
+            )
             if needed > limit:
                 raise InputError(
                     f"request {item.item_id}: a prompt of {num_tokens} tokens and {gen_length} new ones need "

@@ -18,6 +18,9 @@ from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.tokenization import load_tokenizer
 
 GIB = 2**30
+READ_AT_MOST = GIB
+"""Weights that ``check`` reads for their fingerprint; larger ones would take it longer than the seconds it may."""
+
 SHOWN_SAMPLES, SHOWN_TOKENS = 8, 2048
 
 
@@ -52,7 +55,7 @@ def _list_models() -> None:
         table.add_row(
             model.name + ("*" if model.note else ""),
             model.family,
-            str(model.block_length),
+            str(model.block_length or "whole"),
             ", ".join(family.caches),
             family.exactness,
             f"{model.parameters / 1e9:.2f} B",
@@ -91,13 +94,16 @@ def _check(path: str) -> None:
         ("parameters", f"{config.num_parameters:,}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, {heads}"),
         ("vocabulary", f"{config.vocab_size}, mask token {config.mask_token_id}, stop tokens {stops}"),
-        ("block length", str(config.block_length)),
+        ("block length", str(config.block_length or "the whole generation")),
         ("cache", f"{', '.join(family.caches)} ({family.exactness})"),
         ("decoder", family.decoder.source),
         ("variants", "; ".join(f"{name} ({rule.source})" for name, rule in family.variants.items())),
         ("positions", str(config.max_position_embeddings)),
         ("chat template", template),
-        ("weights", weight_fingerprint(folder)),
+        (
+            "weights",
+            weight_fingerprint(folder, read_at_most=READ_AT_MOST) or "not read yet: the first run does",
+        ),
     ):
         console.print(f"{label + ':':<15}{text}", markup=False)
     console.print("ok: every tensor, id and token is as the configuration says, and the tokenizer loads")

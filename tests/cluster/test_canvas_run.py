@@ -115,20 +115,11 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_grid_that_cannot_run_is_refused_in_one_line(fault: str, checkpoints: Path, tmp_path: Path) -> None:
-    from dlmgrid.cluster.cells import make_cells
-
     model, changes, message = FAULTS[fault]
     path = model["path"] if model["path"] == "reference" else str(checkpoints / model["path"])
     grid = read_grid(write_grid(tmp_path / "grid.yaml", [{**model, "path": path}], **changes)).grid
     with pytest.raises(InputError, match=message) as caught:
-        asked = look_up(grid, installed_sources(), data=None, limit=None)
-        make_cells(
-            grid,
-            asked.models,
-            asked.questions,
-            {str(m.folder): "f" for m in asked.models},
-            tmp_path / "inputs",
-        )
+        look_up(grid, installed_sources(), data=None, limit=None)
     assert "\n" not in str(caught.value)
 
 

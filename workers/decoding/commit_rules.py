@@ -283,7 +283,7 @@ def _base_rule(cell: Cell) -> CommitRule:
 
 def _scheduled_rule(cell: Cell) -> CommitRule:
     length = cell.block_length
-    num_blocks = cell.gen_length // length
+    num_blocks = max(1, cell.gen_length // length)
     num_steps = (cell.steps or cell.gen_length) // num_blocks
     if cell.decoder == "llada":
         return scheduled("llada", length, even_split(length, num_steps))

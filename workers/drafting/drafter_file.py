@@ -66,7 +66,8 @@ def misfit(file: DrafterFile, cell: Cell) -> str | None:
 def _graph_misfit(graph: DraftGraph, cell: Cell) -> str | None:
     key = graph.key
     for name in (
-        "decoder", "commits_per_step", "threshold", "comparison", "factor", "temperature", "block_length", "noise",
+        "decoder", "commits_per_step", "threshold", "comparison", "factor", "confidence", "sub_block_length",
+        "temperature", "block_length", "noise",
     ):  # fmt: skip
         if name == "noise" and cell.temperature == 0:
             continue

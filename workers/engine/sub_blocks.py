@@ -3,7 +3,8 @@
 A pass over the whole block, whose keys and values are kept, is made where the block is new or the first position of
 the active sub-block is masked; every other pass forwards the active sub-block alone, and its keys and values take the
 place of those kept for it. What a state gives therefore depends on the path to it: drafting is out of the question,
-and rows are approximate against the model without this cache. Source: ``use_block_cache`` of ``generate`` in the
+and rows are approximate against the model without this cache. The decoder counts rows of whole blocks, more than
+such a pass computes. Source: ``use_block_cache`` of ``generate`` in the
 published modeling.py.
 """
 
