@@ -34,6 +34,7 @@ from typing import Any
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
 from dlmgrid.workers.benchmarks.evalplus_set import REPAIRED_TASKS
+from dlmgrid.workers.benchmarks.time_limit import time_limit
 from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
 
@@ -58,22 +59,30 @@ class Check:
 
 
 def wall_seconds(attempt: str) -> float:
-    """Wall limit of one :func:`score` call: extraction, expected outputs, two checks."""
-    return EXTRACTION_SECONDS + GROUND_TRUTH_SECONDS + 2 * CHECK_SECONDS + 20.0
+    """Wall limit of one :func:`score` call: extraction and two checks, of HumanEval/32 twice."""
+    return EXTRACTION_SECONDS + 2 * CHECK_SECONDS + 20.0
+
+
+def prepare(document: dict[str, Any], options: dict[str, Any]) -> None:
+    """Import EvalPlus and see that the document's expected outputs are in the cache.
+
+    Raises InputError when EvalPlus is not installed.
+    """
+    try:
+        import evalplus.eval
+        import evalplus.sanitize  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"scoring with EvalPlus: {error.name} is missing: pip install evalplus") from error
+    expected_outputs(document, Path(options["cache"]))
 
 
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Verdicts of both scorers on ``text``.
 
-    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs). Raises InputError when EvalPlus
-    is not installed.
+    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs).
     """
     try:
-        import evalplus.eval  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"scoring with EvalPlus: {error.name} is missing: pip install evalplus") from error
-    try:
-        with _alarm(EXTRACTION_SECONDS):
+        with time_limit(EXTRACTION_SECONDS):
             extraction = extract_program(text, document["prompt"], document["entry_point"])
     except TimeoutError as error:
         return _extraction_timed_out(document, f"extracting the program: {error}")
@@ -236,7 +245,7 @@ def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
         key = [version, sys.version, document["task_id"], reference, document[f"{tests}_input"]]
         path = cache / f"{name}-{tests}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.pickle"
         if not path.is_file():
-            with _alarm(GROUND_TRUTH_SECONDS):
+            with time_limit(GROUND_TRUTH_SECONDS):
                 computed = trusted_exec(
                     reference,
                     _inputs(document, tests),
@@ -277,19 +286,3 @@ def _repaired(expected: dict[str, Any]) -> dict[str, Any]:
     return {
         name: values if name.endswith("_time") else [True] * len(values) for name, values in expected.items()
     }
-
-
-@contextlib.contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in this (main) thread after ``seconds``."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done within {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)

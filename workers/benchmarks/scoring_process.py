@@ -24,6 +24,8 @@ from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, count_descendants,
 from dlmgrid.workers.errors import InputError
 
 MARK = "DLMGRID_SCORING_PROCESS"
+# For what a scorer does before it sees the text: imports, expected outputs of the slowest reference solution.
+PREPARE_SECONDS = 300.0
 _POLL_SECONDS = 0.25
 _PASSED_ON = (
     "PATH",
@@ -43,7 +45,7 @@ class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
     ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``swarmed`` (killed for starting too many
-    processes), ``died`` (the process ended) or ``failed`` (the scorer raised).
+    processes), ``died`` (the process ended, or was not ready in time) or ``failed`` (the scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
@@ -79,24 +81,29 @@ class ScoringProcess:
     def score(
         self, module: str, text: str, document: dict[str, Any], options: dict[str, Any], wall_seconds: float
     ) -> Reply:
-        """Score one text. Raises InputError when the scorer reports one (a missing package, say)."""
+        """Score one text within ``wall_seconds``, which run from when the scorer is ready for it.
+
+        Raises InputError when the scorer reports one (a missing package, say).
+        """
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
         assert self._process is not None
         identity = secrets.token_hex(8)
         job = {"id": identity, "module": module, "text": text, "document": document, "options": options}
-        started = time.monotonic()
+        started, limit, is_ready = time.monotonic(), PREPARE_SECONDS, False
         message = (json.dumps(job) + "\n").encode()
         buffer = bytearray()
         while True:
-            left = started + wall_seconds - time.monotonic()
+            left = started + limit - time.monotonic()
             if self._is_cancelled():
                 self.close()
                 return _no_verdict("died", "cancelled", started)
             if left <= 0:
                 self.close()
-                return _no_verdict("timed_out", f"not scored within {wall_seconds:g} s", started)
+                if not is_ready:
+                    return _no_verdict("died", f"the scorer was not ready within {limit:g} s", started)
+                return _no_verdict("timed_out", f"not scored within {limit:g} s", started)
             writable = [self._job_fd] if message else []
             readable, ready, _ = select.select([self._reply_fd], writable, [], min(left, _POLL_SECONDS))
             if ready:
@@ -116,8 +123,10 @@ class ScoringProcess:
                     line, _, rest = bytes(buffer).partition(b"\n")
                     buffer = bytearray(rest)
                     reply = _parse(line, identity)
-                    if reply is not None:
+                    if reply is not None and "ready" not in reply:
                         return _reply(reply)
+                    if reply is not None and not is_ready:
+                        started, limit, is_ready = time.monotonic(), wall_seconds, True
             elif (status := self._process.poll()) is not None:
                 # Its replies are read first. A child may hold the channel open, so its end is not waited for.
                 self.close()

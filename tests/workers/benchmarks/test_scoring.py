@@ -357,6 +357,12 @@ class TestScoringProcess:
             assert time.monotonic() - started < 5
             assert self.probe(process, "describe").cause == ""
 
+    def test_time_to_get_ready_does_not_count(self) -> None:
+        with ScoringProcess() as process:
+            reply = process.score(PROBE, "right", {}, {"prepare_seconds": 1.0}, 0.9)
+        assert reply.cause == ""
+        assert reply.seconds < 0.9
+
     def test_noise_on_the_channel_is_ignored(self) -> None:
         with ScoringProcess() as process:
             assert self.probe(process, "noise").verdicts == [{"answer": "after the noise"}]
