@@ -72,7 +72,7 @@ def _trimmed(source: str, entry_point: str) -> str:
     from evalplus.sanitize import code_extract, sanitize
 
     program: str = sanitize(source, entry_point)
-    missing = _missing(program, entry_point)
+    missing = [name for name in _missing(program, entry_point) if _may_define(source, name)]
     if not missing:
         return program
     given = ast.parse(code_extract(source)).body
@@ -99,6 +99,13 @@ def _trimmed(source: str, entry_point: str) -> str:
     )
 
 
+def _may_define(source: str, name: str) -> bool:
+    """Whether a line of ``source`` reads like a top-level definition of ``name``: cheap, and errs to yes."""
+    own = re.escape(name)
+    pattern = rf"^(?=\S)(?:.*\b{own}\b.*[:=]|(?:async +)?(?:def|class) +{own}\b)"
+    return re.search(pattern, source, re.MULTILINE) is not None
+
+
 def _answers(node: ast.stmt) -> bool:
     """Whether a definition gives something back: a prompt whose body is missing is one that does not."""
     return any(isinstance(part, ast.Return | ast.Yield | ast.YieldFrom) for part in ast.walk(node))
@@ -110,7 +117,7 @@ def _missing(program: str, entry_point: str) -> set[str]:
         tree = ast.parse(program)
     except SyntaxError:
         return set()
-    bound = {name for node in tree.body for name in _names(node)} | set(dir(builtins))
+    bound = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             bound.add(node.id)

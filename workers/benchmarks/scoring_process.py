@@ -20,7 +20,8 @@ from typing import Any
 
 import dlmgrid
 from dlmgrid.workers.benchmarks.execution import SCRATCH_VARIABLE
-from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, count_descendants, kill_marked, kill_tree
+from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, find_descendants, kill_marked, kill_tree
+from dlmgrid.workers.benchmarks.time_limit import MAX_PATIENCE, waiting_seconds
 from dlmgrid.workers.errors import InputError
 
 MARK = "DLMGRID_SCORING_PROCESS"
@@ -92,10 +93,11 @@ class ScoringProcess:
         identity = secrets.token_hex(8)
         job = {"id": identity, "module": module, "text": text, "document": document, "options": options}
         started, limit, is_ready = time.monotonic(), PREPARE_SECONDS, False
+        patience = _TreePatience(self._process.pid)
         message = (json.dumps(job) + "\n").encode()
         buffer = bytearray()
         while True:
-            left = started + limit - time.monotonic()
+            left = started + limit + patience.seconds(limit) - time.monotonic()
             if self._is_cancelled():
                 self.close()
                 return _no_verdict("died", "cancelled", started)
@@ -127,11 +129,12 @@ class ScoringProcess:
                         return _reply(reply)
                     if reply is not None and not is_ready:
                         started, limit, is_ready = time.monotonic(), wall_seconds, True
+                        patience = _TreePatience(self._process.pid)
             elif (status := self._process.poll()) is not None:
                 # Its replies are read first. A child may hold the channel open, so its end is not waited for.
                 self.close()
                 return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
-            elif not ready and count_descendants(self._process.pid) > MAX_PROCESSES:
+            elif not ready and patience.look() > MAX_PROCESSES:
                 self.close()
                 return _no_verdict("swarmed", f"started more than {MAX_PROCESSES} processes", started)
 
@@ -173,6 +176,27 @@ class ScoringProcess:
         finally:
             os.close(job_read)
             os.close(reply_write)
+
+
+class _TreePatience:
+    """How long a process and its descendants, dead ones too, have waited for a processor since it was made."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._waited = {pid: 0.0}
+        self._before = waiting_seconds(pid)
+
+    def look(self) -> int:
+        """Take note of every descendant's waiting; returns how many there are."""
+        descendants = find_descendants(self._pid)
+        for pid in descendants:
+            self._waited[pid] = waiting_seconds(pid)
+        self._waited[self._pid] = waiting_seconds(self._pid) - self._before
+        return len(descendants)
+
+    def seconds(self, limit: float) -> float:
+        """By how much a limit is to be put off, by what was seen so far."""
+        return min(sum(self._waited.values()), MAX_PATIENCE * limit)
 
 
 def _environment(scratch: Path) -> dict[str, str]:

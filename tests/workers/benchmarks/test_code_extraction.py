@@ -128,7 +128,7 @@ def test_definitions_that_sanitize_drops_are_kept_where_they_are_used(case: str)
     )
     program = extract_program(answer, PROMPT, "total").program
     names: dict[str, object] = {}
-    exec(program, names)
+    exec(program, names)  # noqa: S102
     assert names["total"]([2, 4], 1) == 4.0  # type: ignore[operator]
     assert "unused" not in program
     assert "print" not in program
@@ -139,5 +139,5 @@ def test_decorated_function_that_is_asked_for_is_found() -> None:
         "from functools import cache\n@cache\ndef total(n):\n    return n and n + total(n - 1)\n```\nDone."
     )
     names: dict[str, object] = {}
-    exec(extract_program(answer, PROMPT, "total").program, names)
+    exec(extract_program(answer, PROMPT, "total").program, names)  # noqa: S102
     assert names["total"](4) == 10  # type: ignore[operator]
