@@ -95,4 +95,8 @@ MATH500 = Benchmark(
     versions=lambda num_fewshot: f"lm-eval-minerva_math500-{MATH500_TASK.version}/chat/{num_fewshot}-shot",
     loader=_load,
     files=(MATH500_TEST,),
+    exceptions=(
+        "none known. A fault of the scorer that answers can meet: math_verify 0.9 finds no number in \\boxed{20\\%}, "
+        "and takes another one of the text where there is one"
+    ),
 )

@@ -327,7 +327,7 @@ def _deserves_retry(reply: Reply) -> bool:
 def _without_verdict(scorer: str, metric: str, reply: Reply) -> dict[str, Any]:
     if reply.cause == "timed_out":
         return verdict(scorer, metric, 0.0, status=TIMED_OUT, detail=reply.detail)
-    if reply.cause == "swarmed":
+    if reply.cause == "unruly":
         return verdict(scorer, metric, 0.0, detail=reply.detail)
     detail = reply.detail or f"the scorer gave no {metric}"
     return verdict(scorer, metric, None, status=ERRORED, detail=f"scorer: {detail}"[:500])

@@ -27,6 +27,8 @@ from dlmgrid.workers.errors import InputError
 MARK = "DLMGRID_SCORING_PROCESS"
 # For what a scorer does before it sees the text: imports, expected outputs of the slowest reference solution.
 PREPARE_SECONDS = 300.0
+# Far above any verdict; a program that gets hold of the channel can write without end.
+MAX_REPLY_BYTES = 64 * 1024**2
 _POLL_SECONDS = 0.25
 _PASSED_ON = (
     "PATH",
@@ -45,8 +47,8 @@ _PASSED_ON = (
 class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
-    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``swarmed`` (killed for starting too many
-    processes), ``died`` (the process ended, or was not ready in time) or ``failed`` (the scorer raised).
+    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``unruly`` (killed for too many
+    processes or a flooded channel), ``died`` (the process ended, or was not ready in time) or ``failed`` (the scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
@@ -79,6 +81,11 @@ class ScoringProcess:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that waits for the next job; None where it has yet to be started."""
+        return None if self._process is None else self._process.pid
+
     def score(
         self, module: str, text: str, document: dict[str, Any], options: dict[str, Any], wall_seconds: float
     ) -> Reply:
@@ -95,7 +102,7 @@ class ScoringProcess:
         started, limit, is_ready = time.monotonic(), PREPARE_SECONDS, False
         patience = _TreePatience(self._process.pid)
         message = (json.dumps(job) + "\n").encode()
-        buffer = bytearray()
+        buffer, num_bytes = bytearray(), 0
         while True:
             left = started + limit + patience.seconds(limit) - time.monotonic()
             if self._is_cancelled():
@@ -121,6 +128,12 @@ class ScoringProcess:
                     self.close()
                     return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
                 buffer += chunk
+                num_bytes += len(chunk)
+                if num_bytes > MAX_REPLY_BYTES:
+                    self.close()
+                    return _no_verdict(
+                        "unruly", f"wrote more than {MAX_REPLY_BYTES} bytes as a reply", started
+                    )
                 while b"\n" in buffer:
                     line, _, rest = bytes(buffer).partition(b"\n")
                     buffer = bytearray(rest)
@@ -136,7 +149,7 @@ class ScoringProcess:
                 return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
             elif not ready and patience.look() > MAX_PROCESSES:
                 self.close()
-                return _no_verdict("swarmed", f"started more than {MAX_PROCESSES} processes", started)
+                return _no_verdict("unruly", f"started more than {MAX_PROCESSES} processes", started)
 
     def close(self) -> None:
         """Kill the process, everything it started, and its scratch folder."""

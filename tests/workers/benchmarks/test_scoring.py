@@ -197,7 +197,7 @@ def test_without_the_opt_in_other_scorers_still_run(
 def test_wrong_errored_and_timed_out_are_told_apart(
     make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
 ) -> None:
-    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm"]
+    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm", "flood"]
     rows = [generation("gsm8k", "gsm8k/0", text, cell_key=text) for text in texts]
     rows.append(generation("gsm8k", "gsm8k/0", None, cell_key="no text", error="prompt does not fit"))
     out = make_run({"gsm8k": gsm8k_items}, rows)
@@ -211,6 +211,7 @@ def test_wrong_errored_and_timed_out_are_told_apart(
         "always slow": (0.0, "timed_out"),
         "hang": (0.0, "timed_out"),
         "swarm": (0.0, "scored"),
+        "flood": (0.0, "scored"),
         "die": (None, "errored"),
         "raise": (None, "errored"),
         "no text": (None, "errored"),
@@ -220,7 +221,7 @@ def test_wrong_errored_and_timed_out_are_told_apart(
     assert summary.num_failed == 2
     assert progress == [(done, len(texts)) for done in range(1, len(texts) + 1)]
     (metric,) = summary.metrics
-    assert (metric.mean, metric.num_rows) == (2 / 6, 9)
+    assert (metric.mean, metric.num_rows) == (2 / 7, 10)
 
 
 @pytest.mark.usefixtures("probed")
