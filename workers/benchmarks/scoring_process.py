@@ -48,7 +48,8 @@ class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
     ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``unruly`` (killed for too many
-    processes or a flooded channel), ``died`` (the process ended, or was not ready in time) or ``failed`` (the scorer raised).
+    processes or a flooded channel), ``died`` (the process ended, or was not ready in time) or ``failed`` (the
+    scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
