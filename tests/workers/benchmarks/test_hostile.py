@@ -157,7 +157,7 @@ def test_hostile_answers_end_and_touch_no_other(
         {(round(row["seconds"], 1), row["benchmark"], row["item_id"], row["repeat"]) for row in scored},
         reverse=True,
     )[:12]
-    print(f"{len(rows)} answers in {seconds:.0f} s; slowest {slowest}")  # noqa: T201  shown with -s
+    print(f"{len(rows)} answers in {seconds:.0f} s; slowest {slowest}")
     for row in scored:
         if row["benchmark"] == "humaneval_plus":
             print(
@@ -172,7 +172,7 @@ def test_hostile_answers_end_and_touch_no_other(
     assert failed == []
     assert [row for row in scored if row["status"] not in ("scored", "timed_out")] == []
     wrong = [row for row in scored if row["cell_key"] == "cell" and row["benchmark"] == "humaneval_plus"]
-    passed = {list((PROGRAMS | WHOLE_PROGRAMS))[row["repeat"]] for row in wrong if row["value"] == 1}
+    passed = {list(PROGRAMS | WHOLE_PROGRAMS)[row["repeat"]] for row in wrong if row["value"] == 1}
     assert passed <= {"detached processes", "writes to every descriptor"}
     assert [process for process in psutil.process_iter() if MARK in _command_line(process)] == []
     assert list(scratch.iterdir()) == []
