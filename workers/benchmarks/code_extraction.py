@@ -14,6 +14,7 @@ import ast
 import builtins
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,7 +39,11 @@ def extract_program(text: str, prompt: str, entry_point: str) -> Extraction:
         text = text.split(stop, 1)[0]
     text = text.replace("\t", "    ").replace("\r\n", "\n")
     try:
-        return _extract(text, prompt, entry_point)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # an answer's invalid escapes, say, which may be errors to the caller
+            return _extract(text, prompt, entry_point)
     except (
         RecursionError,
         MemoryError,

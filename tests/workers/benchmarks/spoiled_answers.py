@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,9 @@ def other_value(value):
 
 def spoil_program(program: str, entry_point: str) -> str:
     """``program`` whose ``entry_point`` runs to its end and then returns another value."""
-    tree = ast.parse(program)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gold answers have invalid escapes
+        tree = ast.parse(program)
     inner = f"right_{entry_point}"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == entry_point:

@@ -141,3 +141,8 @@ def test_decorated_function_that_is_asked_for_is_found() -> None:
     names: dict[str, object] = {}
     exec(extract_program(answer, PROMPT, "total").program, names)  # noqa: S102
     assert names["total"](4) == 10  # type: ignore[operator]
+
+
+def test_invalid_escapes_change_nothing_where_warnings_are_errors() -> None:
+    answer = "def total(values, start=0):\n    return helper(values)\n\ndef helper(v):\n    yield '\\W'\n"
+    assert "helper(v)" in extract_program(answer, PROMPT, "total").program

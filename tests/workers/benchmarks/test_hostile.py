@@ -85,7 +85,6 @@ PROGRAMS = {
 WHOLE_PROGRAMS = {
     "hang at import": "def repeat(text, times, hang=any(iter(int, 1))):\n    return text * times\n",
     "null byte": "def repeat(text, times):\n    return '\x00'\n",
-    "lone surrogate": "def repeat(text, times):\n    return '\ud800'\n",
     "unicode digits": "def repeat(text, times):\n    return text * int('٣')\n",
     "deep brackets": "def repeat(text, times):\n    return " + "(" * 3000 + ")" * 3000 + "\n",
     "two thousand lines": "x = [\n" * 2000,
@@ -106,7 +105,6 @@ TEXTS = {
     "commas": "#### " + "1," * 50_000,
     "unicode digits": "#### ٣٤ \\boxed{٣٤}",
     "null bytes": "#### 1\x00 \\boxed{1\x00}\x00",
-    "lone surrogate": "#### \ud8001 \\boxed{\ud800}",
     "deep JSON": "[" * 100_000,
     "one long word": "a" * 300_000,
     "many lines": "so.\n" * 50_000,
