@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 SCHEMA_OF_KEYS = 1
@@ -63,6 +64,13 @@ class Cell:
     kernels: str = "torch"
     dtype: str = "float32"
     max_in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        """Equal cells have equal keys: 1 and 1.0, or -0.0 and 0.0, are one setting but not one text."""
+        for name in _REAL_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, float(value) + 0.0)
 
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
@@ -120,7 +128,15 @@ class Cell:
     @property
     def cell_key(self) -> str:
         """24 hexadecimal digits that identify the canonical form."""
-        return digest({"keys": SCHEMA_OF_KEYS, **self.canonical().to_dict()})
+        return _cell_key(self)
+
+
+_REAL_FIELDS = ("temperature", "threshold", "factor", "gamma", "fold_tau", "product_tau")
+
+
+@lru_cache(maxsize=16384)
+def _cell_key(cell: Cell) -> str:
+    return digest({"keys": SCHEMA_OF_KEYS, **cell.canonical().to_dict()})
 
 
 def digest(values: Any) -> str:
