@@ -171,7 +171,7 @@ def test_hostile_answers_end_and_touch_no_other(
     assert [row for row in scored if row["status"] not in ("scored", "timed_out")] == []
     wrong = [row for row in scored if row["cell_key"] == "cell" and row["benchmark"] == "humaneval_plus"]
     passed = {list(PROGRAMS | WHOLE_PROGRAMS)[row["repeat"]] for row in wrong if row["value"] == 1}
-    assert passed <= {"detached processes", "writes to every descriptor"}
+    assert passed <= {"detached processes", "writes to every descriptor", "closed descriptors"}
     assert [process for process in psutil.process_iter() if MARK in _command_line(process)] == []
     assert list(scratch.iterdir()) == []
     assert psutil.Process(os.getpid()).children(recursive=True) == []
