@@ -28,7 +28,7 @@ MARK = "DLMGRID_SCORING_PROCESS"
 # For what a scorer does before it sees the text: imports, expected outputs of the slowest reference solution.
 PREPARE_SECONDS = 300.0
 # Far above any verdict; a program that gets hold of the channel can write without end.
-MAX_REPLY_BYTES = 64 * 1024**2
+MAX_REPLY_BYTES = 32 * 1024**2
 _POLL_SECONDS = 0.25
 _PASSED_ON = (
     "PATH",
@@ -135,9 +135,11 @@ class ScoringProcess:
                     return _no_verdict(
                         "unruly", f"wrote more than {MAX_REPLY_BYTES} bytes as a reply", started
                     )
-                while b"\n" in buffer:
-                    line, _, rest = bytes(buffer).partition(b"\n")
-                    buffer = bytearray(rest)
+                if b"\n" not in chunk:
+                    continue
+                *lines, rest = buffer.split(b"\n")
+                buffer = bytearray(rest)
+                for line in lines:
                     reply = _parse(line, identity)
                     if reply is not None and "ready" not in reply:
                         return _reply(reply)
@@ -239,7 +241,7 @@ def _environment(scratch: Path) -> dict[str, str]:
     }
 
 
-def _parse(line: bytes, identity: str) -> dict[str, Any] | None:
+def _parse(line: bytes | bytearray, identity: str) -> dict[str, Any] | None:
     """The reply to job ``identity``; None for anything else that found its way into the channel."""
     try:
         reply = json.loads(line)

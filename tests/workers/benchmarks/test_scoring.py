@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dlmgrid.workers.benchmarks import catalog, lm_eval_catalog
+from dlmgrid.workers.benchmarks import catalog, lm_eval_catalog, scoring_process
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring import score_run
@@ -195,8 +195,9 @@ def test_without_the_opt_in_other_scorers_still_run(
 
 @pytest.mark.usefixtures("probed")
 def test_wrong_errored_and_timed_out_are_told_apart(
-    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
+    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(scoring_process, "MAX_REPLY_BYTES", 1 << 20)
     texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm", "flood"]
     rows = [generation("gsm8k", "gsm8k/0", text, cell_key=text) for text in texts]
     rows.append(generation("gsm8k", "gsm8k/0", None, cell_key="no text", error="prompt does not fit"))
