@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer
 from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
+from dlmgrid.workers.benchmarks.data import is_at_hand
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
@@ -26,7 +27,11 @@ def command(
         int, typer.Option("--num-fewshot", min=0, help="Worked examples in the prompt.")
     ] = 0,
 ) -> None:
-    """List the benchmarks, or describe one: prompt, shots, stopping, extraction, scorers, an example."""
+    """List the benchmarks, or describe one: prompt, shots, stopping, extraction, scorers, an example.
+
+    Nothing is fetched: the example is shown where the data is in the folder of --data or DLMGRID_DATA, or was
+    prefetched.
+    """
     console = wide_console()
     if name is None:
         console.print(_overview())
@@ -91,6 +96,8 @@ def _version(scorer: Scorer) -> str:
 
 
 def _example(benchmark: Benchmark, data: str | None, num_fewshot: int) -> str:
+    if not is_at_hand(benchmark.files, data):
+        return f"example item: run `dlmgrid prefetch {benchmark.name}`, or name a data folder by --data DIR"
     try:
         item = benchmark.load(data, 1, num_fewshot)[0]
     except InputError as error:

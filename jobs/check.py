@@ -24,9 +24,11 @@ def command(
 ) -> int:
     """Verify exactness again, from the stored tokens, commits and digests, and by decoding a sample.
 
-    Every file is held against the manifest, every row against its own columns and its serialized run, then
-    --sample rows are decoded again in a fresh process. Findings go to OUT/checks. Exits with 4 when anything
-    differs, with 5 when rows are missing, with 1 when rows failed and so nothing could be compared.
+    Every file is held against the manifest, every row against its own columns, its text against its tokens (where
+    the model's tokenizer is on this machine), and against its serialized run; then --sample rows are decoded again
+    in a fresh process. Only the latter can see tokens, paths and digests that were all rewritten to agree, manifest
+    included: --sample 0 cannot. Findings go to OUT/checks. Exits with 4 when anything differs, with 5 when rows are
+    missing, with 1 when rows failed and so nothing could be compared.
     """
     console = Console(soft_wrap=True, highlight=False)
     stored = check_stored(out)
@@ -39,6 +41,10 @@ def command(
     write_checks(out, "stored", stored.checks)
     console.print(f"stored rows: {len(stored.checks)}, {_levels(stored.checks)}")
     _show_faults(console, stored.checks)
+    for reason, count in stored.unread.items():
+        console.print(
+            f"{count} texts are not held against their tokens: {reason}", style="yellow", markup=False
+        )
     if stored.missing:
         cells = len({cell_key for cell_key, _, _ in stored.missing})
         console.print(

@@ -35,7 +35,8 @@ def command(
 
     Code is run only with --confirm-run-unsafe-code or HF_ALLOW_CODE_EVAL=1: in CPU processes with limits on
     time, memory, processes and files, killed as a whole afterwards. They can still read what your user can
-    read.
+    read. Exits with 0 when every answer has a score or is marked not scored, with 1 when a scorer failed or every
+    generation holds an error instead of an answer, with 5 when there are no rows yet.
     """
     names = None
     if benchmarks is not None:
@@ -59,7 +60,7 @@ def command(
         print(f"{out}: no rows yet, so nothing to score; run its grid first")
         raise typer.Exit(5)
     print_summary(summary)
-    if summary.num_failed:
+    if summary.num_failed or summary.num_unanswered == summary.num_generations:
         raise typer.Exit(1)
 
 
@@ -78,6 +79,11 @@ def print_summary(summary: ScoreSummary) -> None:
     )
     if summary.needs_opt_in:
         console.print(f"Some rows are not scored: {OPT_IN_REMEDY}.")
+    if summary.num_unanswered:
+        console.print(
+            f"{summary.num_unanswered} of {summary.num_generations} generations hold an error instead of an answer "
+            "and have no score; run the grid again with --retry-failed."
+        )
     if summary.num_failed:
         console.print(
             f"{summary.num_failed} rows could not be scored: see the column detail of their score rows."

@@ -207,3 +207,16 @@ def test_checks_are_written_as_rows_of_the_checks_table(tmp_path: Path) -> None:
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"generations/ folder; give the --out folder"):
         check_stored(tmp_path)
+
+
+def test_text_rewritten_everywhere_is_found_by_its_tokens(tmp_path: Path) -> None:
+    rows = [row | {"text": "another answer"} for row in _rows()]
+    assert _faults(write_run(tmp_path, rows)) == ["the text is not that of its tokens"] * 2
+
+
+def test_texts_of_a_model_that_is_not_here_are_said_to_be_unread(tmp_path: Path) -> None:
+    found = check_stored(write_run(tmp_path, [make_row(small_cell(model="no/where"), "a", TOKENS)]))
+    assert [check.faults for check in found.checks] == [()]
+    ((reason, count),) = found.unread.items()
+    assert count == 1
+    assert "'no/where' is not in the local cache" in reason

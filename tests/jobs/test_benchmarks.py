@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from dlmgrid.jobs import benchmarks
+from dlmgrid.workers.benchmarks import fetching
 from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
 from dlmgrid.workers.errors import InputError
 
@@ -46,6 +47,19 @@ def test_describes_without_data(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "example item: not available here" in result.output
     assert "evalplus-repaired" in result.output
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "ifeval"])
+def test_asks_no_network_for_the_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(source: object) -> bytes:
+        raise AssertionError(f"{source} was asked for")
+
+    monkeypatch.setattr(fetching, "fetch", fetch)
+    monkeypatch.setenv("DLMGRID_CACHE", str(tmp_path))
+    monkeypatch.delenv("DLMGRID_DATA", raising=False)
+    result = CliRunner().invoke(APP, [name])
+    assert result.exit_code == 0, result.output
+    assert f"example item: run `dlmgrid prefetch {name}`" in result.output
 
 
 def test_unknown_name_is_an_input_error() -> None:

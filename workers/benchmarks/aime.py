@@ -19,13 +19,8 @@ from pathlib import Path
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Loader
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
-from dlmgrid.workers.benchmarks.lm_eval_catalog import (
-    AIME24_TASK,
-    AIME25_TASK,
-    SCORING,
-    LmEvalTask,
-    lm_eval_scorer,
-)
+from dlmgrid.workers.benchmarks.lm_eval_catalog import AIME24_TASK, AIME25_TASK, LmEvalTask
+from dlmgrid.workers.benchmarks.lm_eval_set import lm_eval_benchmark, stop_policy
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 
@@ -83,27 +78,19 @@ def _load_2025(data: str | Path | None, limit: int | None, num_fewshot: int) -> 
 
 
 def _benchmark(task: LmEvalTask, title: str, file: DataFile, loader: Loader) -> Benchmark:
-    return Benchmark(
+    return lm_eval_benchmark(
+        task,
         name=task.name,
         title=title,
         source=file.origin,
-        chat=True,
         prompt="the user turn is `Question: …\\nAnswer:`, zero-shot, as lm-eval's",
-        default_gen_length=2048,
-        max_fewshot=0,
-        stop=(
-            "the model's stop token or the generation length. lm-eval's own stop strings (`Question:`, `</s>`, "
-            "`<|im_end|>`, `<|eot_id|>`) are not applied while decoding: the text is cut at the first of them "
-            "before it is scored, as lm-eval's models do"
-        ),
+        gen_length=2048,
+        stop=stop_policy("`Question:`, `</s>`, `<|im_end|>`, `<|eot_id|>`"),
         extraction=(
             "the last box; else what stands between the first and the last `$`; else the whole text. Compared "
             "as text after lm-eval's normalisation: \\boxed{023} is not 23 there"
         ),
-        postprocessing="none",
-        scorers=(lm_eval_scorer(task, f"lm-eval's task {task.name}: exact_match of the last box"),),
-        scoring=SCORING,
-        versions=lambda num_fewshot: f"lm-eval-{task.name}-{task.version}/chat/0-shot",
+        scores="exact_match of the last box",
         loader=loader,
         files=(file,),
     )

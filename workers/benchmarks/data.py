@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def data_folder(data: str | Path | None) -> Path | None:
     if not folder.is_dir():
         raise InputError(f"{origin}: {given} is not a folder; give the folder that holds the benchmark data")
     return folder
+
+
+def is_at_hand(sources: Sequence[DataFile], data: str | Path | None = None) -> bool:
+    """Whether :func:`load_rows` would read local files: a folder is named, or all of them were prefetched."""
+    return data_folder(data) is not None or all(
+        _existing(source, prefetched_folder()) is not None for source in sources
+    )
 
 
 def load_rows(source: DataFile, data: str | Path | None = None) -> list[Row]:

@@ -5,10 +5,11 @@ execution of the reference solution, computed once per task and kept in a cache 
 runs the program on the base inputs, then on the plus inputs. Its verdict is reported unchanged as
 ``evalplus``.
 
-Three things EvalPlus 0.3.1 cannot tell are told apart by watching it, which changes no verdict:
+EvalPlus' limits are wall time; here they do not run while the program waits for a processor, so that a busy
+machine makes no verdict. Three things EvalPlus 0.3.1 cannot tell are told apart by watching it:
 
 - a test that ran out of time is a ``fail`` there: its alarm is observed, and the answer is tried again alone;
-- a process that ended itself is a ``timeout`` there: it came back before its limit, so it is wrong, not slow;
+- a process that ended itself is a ``timeout`` there: it was gone before its limit, so it is wrong, not slow;
 - HumanEval/32 fails for every solution, because the branch for its oracle skips the bookkeeping. The scorer
   ``evalplus-repaired`` checks that task by the same oracle, with the bookkeeping.
 """
@@ -25,15 +26,15 @@ import pickle
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
 from dlmgrid.workers.benchmarks.evalplus_set import REPAIRED_TASKS
+from dlmgrid.workers.benchmarks.time_limit import Patience, time_limit
 from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
 
@@ -44,6 +45,7 @@ GROUND_TRUTH_SECONDS = 240
 # EvalPlus caps one call of untrusted_check at 60 s, adds 3 s, and joins the process.
 CHECK_SECONDS = 66
 
+_set_timer = signal.setitimer  # kept: a program under test may replace it
 _PASS, _FAIL, _TIMEOUT = "pass", "fail", "timeout"
 
 
@@ -58,22 +60,30 @@ class Check:
 
 
 def wall_seconds(attempt: str) -> float:
-    """Wall limit of one :func:`score` call: extraction, expected outputs, two checks."""
-    return EXTRACTION_SECONDS + GROUND_TRUTH_SECONDS + 2 * CHECK_SECONDS + 20.0
+    """Wall limit of one :func:`score` call: extraction and two checks, of HumanEval/32 twice."""
+    return EXTRACTION_SECONDS + 2 * CHECK_SECONDS + 20.0
+
+
+def prepare(document: dict[str, Any], options: dict[str, Any]) -> None:
+    """Import EvalPlus and see that the document's expected outputs are in the cache.
+
+    Raises InputError when EvalPlus is not installed.
+    """
+    try:
+        import evalplus.eval
+        import evalplus.sanitize  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"scoring with EvalPlus: {error.name} is missing: pip install evalplus") from error
+    expected_outputs(document, Path(options["cache"]))
 
 
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Verdicts of both scorers on ``text``.
 
-    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs). Raises InputError when EvalPlus
-    is not installed.
+    ``options`` holds ``attempt`` and ``cache`` (folder of expected outputs).
     """
     try:
-        import evalplus.eval  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"scoring with EvalPlus: {error.name} is missing: pip install evalplus") from error
-    try:
-        with _alarm(EXTRACTION_SECONDS):
+        with time_limit(EXTRACTION_SECONDS):
             extraction = extract_program(text, document["prompt"], document["entry_point"])
     except TimeoutError as error:
         return _extraction_timed_out(document, f"extracting the program: {error}")
@@ -120,13 +130,10 @@ def _check(
     program: str, document: dict[str, Any], tests: str, expected: dict[str, Any], minimum: float
 ) -> Check:
     from evalplus import eval as evalplus_eval
-    from evalplus.config import DEFAULT_GT_TIME_LIMIT_FACTOR
 
     reference_times = expected[f"{tests}_time"]
     inputs = _inputs(document, tests)
-    limits = [max(minimum, DEFAULT_GT_TIME_LIMIT_FACTOR * seconds) for seconds in reference_times]
-    started = time.monotonic()
-    with _observed(evalplus_eval) as alarms:
+    with _observed(evalplus_eval) as observed:
         status, details = evalplus_eval.untrusted_check(
             _dataset(document),
             program,
@@ -138,12 +145,11 @@ def _check(
             fast_check=True,
             min_time_limit=minimum,
         )
-    seconds = time.monotonic() - started
     if status == _TIMEOUT:
-        is_timed_out = seconds >= min(60.0, sum(limits))
+        is_timed_out = observed.is_expired
         detail = "whole check ran out of time" if is_timed_out else "the process ended before the tests did"
     else:
-        is_timed_out = status == _FAIL and alarms.value > 0
+        is_timed_out = status == _FAIL and observed.alarms.value > 0
         detail = "a test ran out of time" if is_timed_out else f"{sum(details)} of {len(inputs)} tests passed"
     return Check(
         status=status, num_run=len(details), is_timed_out=is_timed_out, detail=f"{tests}: {status}, {detail}"
@@ -181,27 +187,49 @@ def _verdicts(
     ]
 
 
+class _Observed:
+    """What was seen of a check: ``alarms`` of single tests that went off, and whether the whole ran out of time."""
+
+    def __init__(self) -> None:
+        self.alarms: Any = multiprocessing.Value("i", 0)
+        self.is_expired = False
+
+
 @contextlib.contextmanager
-def _observed(evalplus_eval: Any) -> Iterator[Any]:
-    """Count the per-test alarms that go off inside the process that EvalPlus forks, changing nothing else.
+def _observed(evalplus_eval: Any) -> Iterator[_Observed]:
+    """Watch the process that EvalPlus forks, and put its limits off while it waits for a processor.
 
     Also adds our own guard to EvalPlus', in that process only.
     """
     from dlmgrid.workers.benchmarks.program_runner import deny_outside
 
-    alarms = multiprocessing.Value("i", 0)
+    observed = _Observed()
     original_limit, original_guard = evalplus_eval.time_limit, evalplus_eval.reliability_guard
+    original_multiprocessing = evalplus_eval.multiprocessing
+
+    class PatientProcess(multiprocessing.Process):
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            assert timeout is not None
+            patience = Patience(timeout, str(self.pid), before=0.0)
+            while self.is_alive() and (owed := patience.owed()):
+                super().join(owed)
+            observed.is_expired = self.is_alive()
 
     @contextlib.contextmanager
-    def counted_limit(seconds: float) -> Iterator[None]:
+    def watched_limit(seconds: float) -> Iterator[None]:
+        patience = Patience(seconds)
         with original_limit(seconds):
             raise_timeout = signal.getsignal(signal.SIGALRM)
 
-            def count(number: int, frame: FrameType | None) -> None:
-                alarms.value += 1
+            def ring(number: int, frame: FrameType | None) -> None:
+                if owed := patience.owed():
+                    _set_timer(signal.ITIMER_REAL, owed)
+                    return
+                observed.alarms.value += 1
                 raise_timeout(number, frame)  # type: ignore[operator, misc]
 
-            signal.signal(signal.SIGALRM, count)
+            signal.signal(signal.SIGALRM, ring)
             yield
 
     def guard(**limits: Any) -> None:
@@ -209,11 +237,13 @@ def _observed(evalplus_eval: Any) -> Iterator[Any]:
         original_guard(**limits)
         deny_outside(tempfile.gettempdir())
 
-    evalplus_eval.time_limit, evalplus_eval.reliability_guard = counted_limit, guard
+    evalplus_eval.time_limit, evalplus_eval.reliability_guard = watched_limit, guard
+    evalplus_eval.multiprocessing = SimpleNamespace(Process=PatientProcess)
     try:
-        yield alarms
+        yield observed
     finally:
         evalplus_eval.time_limit, evalplus_eval.reliability_guard = original_limit, original_guard
+        evalplus_eval.multiprocessing = original_multiprocessing
 
 
 def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
@@ -236,7 +266,7 @@ def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
         key = [version, sys.version, document["task_id"], reference, document[f"{tests}_input"]]
         path = cache / f"{name}-{tests}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.pickle"
         if not path.is_file():
-            with _alarm(GROUND_TRUTH_SECONDS):
+            with time_limit(GROUND_TRUTH_SECONDS):
                 computed = trusted_exec(
                     reference,
                     _inputs(document, tests),
@@ -277,19 +307,3 @@ def _repaired(expected: dict[str, Any]) -> dict[str, Any]:
     return {
         name: values if name.endswith("_time") else [True] * len(values) for name, values in expected.items()
     }
-
-
-@contextlib.contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in this (main) thread after ``seconds``."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done within {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)

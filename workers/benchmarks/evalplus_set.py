@@ -19,7 +19,7 @@ from dlmgrid.workers.items import Item
 
 COLUMNS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol")
 # Raised whenever the solution made from a text can change: it is part of the scorers' version.
-POSTPROCESS_VERSION = 1
+POSTPROCESS_VERSION = 2
 # The only task whose verdict the scorer ``evalplus-repaired`` changes.
 REPAIRED_TASKS = ("HumanEval/32",)
 
@@ -99,8 +99,9 @@ def evalplus_benchmark(
         ),
         postprocessing=(
             "cut at end-of-text strings, tabs to 4 spaces, EvalPlus' sanitize (what the function needs and "
-            "nothing else), then the imports and helper functions of the prompt that the answer leaves out are "
-            "put before it"
+            "nothing else), with the generators, procedures, decorated functions and multiple assignments that "
+            "the function uses and sanitize drops; then the imports and helper functions of the prompt that the "
+            "answer leaves out are put before it"
         ),
         scorers=scorers,
         scoring="dlmgrid.workers.benchmarks.evalplus_check",

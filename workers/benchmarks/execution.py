@@ -2,9 +2,10 @@
 
 It is started by exec from ``scoring_process``, never forked from a caller that may hold a model or a Ray
 connection. It reads one job a line, ``{"id", "module", "text", "document", "options"}``, calls
-``module.score`` in its main thread (lm-eval's math verifier and every alarm-based limit need that), kills
+``module.prepare`` (imports, expected outputs: work that does not depend on the text), says ``{"id", "ready"}``,
+calls ``module.score`` in its main thread (lm-eval's math verifier and every alarm-based limit need that), kills
 whatever the job left running, and answers with one line. Standard input, output and error are the null
-device, so a text that prints cannot break the protocol. The parent enforces the wall limit.
+device, so a text that prints cannot break the protocol. The parent enforces the wall limits of both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -27,11 +29,14 @@ from dlmgrid.workers.errors import InputError
 SCRATCH_VARIABLE = "DLMGRID_SCORING_SCRATCH"
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
+def _answer(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     started = time.monotonic()
     try:
-        score = import_module(job["module"]).score
-        result = {"verdicts": score(job["text"], job["document"], job["options"])}
+        scoring = import_module(job["module"])
+        scoring.prepare(job["document"], job["options"])
+        say({"id": job["id"], "ready": True})
+        started = time.monotonic()
+        result = {"verdicts": scoring.score(job["text"], job["document"], job["options"])}
     except InputError as error:
         result = {"input_error": str(error)}
     except Exception as error:  # noqa: BLE001  reported to the parent, which marks the row
@@ -53,12 +58,15 @@ def main() -> None:
     become_subreaper()
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent()
+
+    def say(message: dict[str, Any]) -> None:
+        view = memoryview((json.dumps(message) + "\n").encode())
+        while view:
+            view = view[os.write(reply_fd, view) :]
+
     with os.fdopen(job_fd, encoding="utf-8", errors="surrogatepass") as jobs:
         for line in jobs:
-            reply = json.dumps(_answer(json.loads(line))) + "\n"
-            view = memoryview(reply.encode())
-            while view:
-                view = view[os.write(reply_fd, view) :]
+            say(_answer(json.loads(line), say))
 
 
 if __name__ == "__main__":

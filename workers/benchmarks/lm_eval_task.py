@@ -4,9 +4,10 @@ The task is built from the YAML file that lm-eval ships, without a TaskManager (
 without any data set cache. The text is cut at the task's ``until`` strings first, which in lm-eval is the
 duty of the model class.
 
-The tasks bound their own work with alarms of some seconds, and a busy machine can make one ring: an answer
-that got no point while an alarm rang is ``timed_out``, so that it is tried again alone. An alarm cannot
-interrupt one long operation of C code (a tower of powers in a box); the wall limit of the scoring process can.
+The tasks bound their own work with alarms of some seconds. Here an alarm is put off while the process waits for a
+processor, and an answer that got no point while one rang is ``timed_out``, so that it is tried again alone. An
+alarm cannot interrupt one long operation of C code (a tower of powers in a box); the wall limit of the scoring
+process can.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from dlmgrid.workers.benchmarks.sentence_model import (
     make_language_detection_repeatable,
     use_installed_punkt,
 )
+from dlmgrid.workers.benchmarks.time_limit import Patience
 from dlmgrid.workers.benchmarks.verdict import ALONE, ERRORED, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
 
 
 def wall_seconds(attempt: str) -> float:
-    """Wall limit of one :func:`score` call, the import of lm-eval included."""
-    return 120.0 if attempt == ALONE else 60.0
+    """Wall limit of one :func:`score` call. The tasks' own alarms, of 5 s each, add up to less."""
+    return 60.0 if attempt == ALONE else 30.0
+
+
+def prepare(document: dict[str, Any], options: dict[str, Any]) -> None:
+    """Import lm-eval and build the task of ``options["benchmark"]``. Raises InputError as :func:`build_task`."""
+    build_task(TASKS[options["benchmark"]])
 
 
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,20 +120,29 @@ def apply_filters(task: Any, document: dict[str, Any], text: str) -> dict[str, A
 def _observed_alarms() -> Iterator[list[int]]:
     """A list that grows whenever a handler of SIGALRM that is set meanwhile is called."""
     rung: list[int] = []
-    original = signal.signal
+    original_signal, original_alarm = signal.signal, signal.alarm
+    patience = Patience(0.0)
 
     def observed(number: int, handler: Any) -> Any:
         def ring(caught: int, frame: Any) -> Any:
+            if owed := patience.owed():
+                signal.setitimer(signal.ITIMER_REAL, owed)
+                return None
             rung.append(caught)
             return handler(caught, frame)
 
-        return original(number, ring if number == signal.SIGALRM and callable(handler) else handler)
+        return original_signal(number, ring if number == signal.SIGALRM and callable(handler) else handler)
 
-    signal.signal = observed  # type: ignore[assignment]
+    def alarm(seconds: int) -> int:
+        nonlocal patience
+        patience = Patience(seconds)
+        return original_alarm(seconds)
+
+    signal.signal, signal.alarm = observed, alarm  # type: ignore[assignment]
     try:
         yield rung
     finally:
-        signal.signal = original
+        signal.signal, signal.alarm = original_signal, original_alarm
 
 
 def build_task(task: LmEvalTask) -> Any:

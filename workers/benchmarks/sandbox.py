@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from dlmgrid.workers.benchmarks.time_limit import Patience
+
 MEMORY_BYTES = 2 * 1024**3
 MAX_PROCESSES = 48
 _POLL_SECONDS = 0.1
@@ -64,12 +66,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
-def count_descendants(pid: int) -> int:
-    """Number of living processes below ``pid``; 0 when it is gone."""
+def find_descendants(pid: int) -> list[int]:
+    """The living processes below ``pid``; none when it is gone."""
     try:
-        return len(psutil.Process(pid).children(recursive=True))
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0
+        return []
 
 
 def kill_descendants(pid: int) -> int:
@@ -179,7 +181,15 @@ def _watch(
 ) -> Outcome:
     answer = b""
     status, detail = TIMED_OUT, f"still running after {wall_seconds:g} s"
-    while (left := started + wall_seconds - time.monotonic()) > 0:
+    end = started + wall_seconds
+    patience = Patience(wall_seconds, process.pid, before=0.0)
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            if not (owed := patience.owed()):
+                break
+            end += owed
+            continue
         readable, _, _ = select.select([read_fd], [], [], min(left, _POLL_SECONDS))
         if readable:
             chunk = os.read(read_fd, 4096)
@@ -191,7 +201,7 @@ def _watch(
             if len(answer) > 4096:
                 status, detail = FAILED, "wrote to the result channel"
                 break
-        elif count_descendants(process.pid) > MAX_PROCESSES:
+        elif len(find_descendants(process.pid)) > MAX_PROCESSES:
             status, detail = FAILED, f"started more than {MAX_PROCESSES} processes"
             break
     return Outcome(status=status, detail=detail, seconds=time.monotonic() - started)

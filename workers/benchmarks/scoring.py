@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
-from dlmgrid.workers.benchmarks.scoring_process import Reply, ScoringProcess
+from dlmgrid.workers.benchmarks.scoring_pool import Job, Key, score_jobs
+from dlmgrid.workers.benchmarks.scoring_process import Reply
 from dlmgrid.workers.benchmarks.stored_run import read_documents, read_generations, verify_inputs
 from dlmgrid.workers.benchmarks.verdict import (
     ALONE,
@@ -49,7 +47,6 @@ OPT_IN_VARIABLE = "HF_ALLOW_CODE_EVAL"
 OPT_IN_REMEDY = f"pass --confirm-run-unsafe-code or set {OPT_IN_VARIABLE}=1 to run generated code"
 FLUSH_SECONDS = 15.0
 
-Key = tuple[str, str, int]
 Progress = Callable[[int, int], None]
 
 
@@ -68,9 +65,12 @@ class MetricSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreSummary:
-    """What a call of :func:`score_run` did. ``num_added`` and ``num_kept`` count rows of ``scores``."""
+    """What a call of :func:`score_run` did. ``num_added``, ``num_kept`` and ``num_failed`` (the scorer gave no
+    verdict) count rows of ``scores``; ``num_unanswered`` counts generations that hold an error and no text.
+    """
 
     num_generations: int
+    num_unanswered: int
     num_texts_scored: int
     num_added: int
     num_kept: int
@@ -78,16 +78,6 @@ class ScoreSummary:
     needs_opt_in: bool
     seconds: float
     metrics: tuple[MetricSummary, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """One distinct text to score, and the generations that have it."""
-
-    benchmark: Benchmark
-    item_id: str
-    text: str
-    keys: tuple[Key, ...]
 
 
 def score_run(
@@ -147,6 +137,7 @@ class _Run:
         self._num_added = 0
         self._num_kept = 0
         self._num_failed = 0
+        self._num_unanswered = 0
         self._flushed_at = time.monotonic()
 
     def _runs(self, scorer: Scorer) -> bool:
@@ -165,12 +156,13 @@ class _Run:
         key = digest([benchmark.name, scorer.name, self._versions[benchmark.name, scorer.name]])
         return self._folder / "scores" / f"{scorer.name}-{key}.parquet"
 
-    def plan(self, generations: list[dict[str, Any]]) -> list[_Job]:
+    def plan(self, generations: list[dict[str, Any]]) -> list[Job]:
         """Keep what is done, write down what cannot be scored, and group the rest by distinct text."""
         by_benchmark: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in generations:
             by_benchmark[row["benchmark"]].append(row)
         wanted: dict[tuple[str, str, str], set[Key]] = defaultdict(set)
+        self._num_unanswered = sum(_is_unanswered(row) for row in generations)
         for benchmark, scorer in self._scorers:
             path = self._path(benchmark, scorer)
             old = read_table([str(path)], SCORES).to_pylist() if path.exists() else []
@@ -180,7 +172,7 @@ class _Run:
             for generation in by_benchmark[benchmark.name]:
                 key = (generation["cell_key"], generation["item_id"], generation["repeat"])
                 text = generation["text"]
-                if generation["error"] is not None or text is None:
+                if _is_unanswered(generation):
                     cause = generation["error"] or "it has no text"
                     self._add(benchmark, scorer, key, "", ERRORED, f"generation: {cause}")
                 elif scorer.why_not_scored:
@@ -193,7 +185,7 @@ class _Run:
                     wanted[benchmark.name, generation["item_id"], text].add(key)
         found = {benchmark.name: benchmark for benchmark, _ in self._scorers}
         return [
-            _Job(benchmark=found[name], item_id=item_id, text=text, keys=tuple(sorted(keys)))
+            Job(benchmark=found[name], item_id=item_id, text=text, keys=tuple(sorted(keys)))
             for (name, item_id, text), keys in sorted(wanted.items())
         ]
 
@@ -232,17 +224,17 @@ class _Run:
 
     def score(
         self,
-        jobs: list[_Job],
+        jobs: list[Job],
         documents: dict[tuple[str, str], dict[str, Any]],
         workers: int,
         on_progress: Progress | None,
     ) -> None:
         """Score all jobs, then those that ran out of time once more, alone. Writes rows as they come."""
         cache = make_cache_folder() / "evalplus" if jobs else Path()
-        again: list[_Job] = []
+        again: list[Job] = []
         done = 0
 
-        def finish(job: _Job, reply: Reply, attempt: str) -> None:
+        def finish(job: Job, reply: Reply, attempt: str) -> None:
             nonlocal done
             if attempt == FIRST_TRY and _deserves_retry(reply):
                 again.append(job)
@@ -257,14 +249,12 @@ class _Run:
         try:
             for attempt, num_workers in ((FIRST_TRY, workers), (ALONE, 1)):
                 pending = jobs if attempt == FIRST_TRY else list(again)
-                for job, reply in _map(
-                    pending, documents, attempt, min(num_workers, len(pending)), str(cache)
-                ):
+                for job, reply in score_jobs(pending, documents, attempt, num_workers, str(cache)):
                     finish(job, reply, attempt)
         finally:
             self.write()
 
-    def _record(self, job: _Job, reply: Reply) -> None:
+    def _record(self, job: Job, reply: Reply) -> None:
         verdicts = {(entry["scorer"], entry["metric"]): entry for entry in reply.verdicts}
         for scorer in job.benchmark.scorers:
             if not self._runs(scorer):
@@ -312,6 +302,7 @@ class _Run:
         awaits_opt_in = {(b.name, s.name) for b, s in self._scorers if s.runs_code}
         return ScoreSummary(
             num_generations=num_generations,
+            num_unanswered=self._num_unanswered,
             num_texts_scored=num_texts,
             num_added=self._num_added,
             num_kept=self._num_kept,
@@ -325,49 +316,8 @@ class _Run:
         )
 
 
-def _map(
-    jobs: list[_Job],
-    documents: dict[tuple[str, str], dict[str, Any]],
-    attempt: str,
-    workers: int,
-    cache: str,
-) -> Iterable[tuple[_Job, Reply]]:
-    """Score ``jobs`` in ``workers`` scoring processes and yield replies as they come. An error ends all."""
-    waiting: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
-    replies: queue.SimpleQueue[tuple[_Job, Reply] | BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
-
-    def work() -> None:
-        try:
-            with ScoringProcess(stop.is_set) as process:
-                while not stop.is_set():
-                    try:
-                        job = waiting.get_nowait()
-                    except queue.Empty:
-                        return
-                    module = job.benchmark.scoring
-                    limit = import_module(module).wall_seconds(attempt)
-                    options = {"attempt": attempt, "cache": cache, "benchmark": job.benchmark.name}
-                    document = documents[job.benchmark.name, job.item_id]
-                    replies.put((job, process.score(module, job.text, document, options, limit)))
-        except BaseException as error:  # noqa: BLE001  raised again in the calling thread
-            replies.put(error)
-
-    threads = [threading.Thread(target=work, name=f"score-{index}") for index in range(workers)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in jobs:
-            reply = replies.get()
-            if isinstance(reply, BaseException):
-                raise reply
-            yield reply
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+def _is_unanswered(generation: dict[str, Any]) -> bool:
+    return generation["error"] is not None or generation["text"] is None
 
 
 def _deserves_retry(reply: Reply) -> bool:
@@ -377,7 +327,7 @@ def _deserves_retry(reply: Reply) -> bool:
 def _without_verdict(scorer: str, metric: str, reply: Reply) -> dict[str, Any]:
     if reply.cause == "timed_out":
         return verdict(scorer, metric, 0.0, status=TIMED_OUT, detail=reply.detail)
-    if reply.cause == "swarmed":
+    if reply.cause == "unruly":
         return verdict(scorer, metric, 0.0, detail=reply.detail)
     detail = reply.detail or f"the scorer gave no {metric}"
     return verdict(scorer, metric, None, status=ERRORED, detail=f"scorer: {detail}"[:500])

@@ -20,10 +20,15 @@ from typing import Any
 
 import dlmgrid
 from dlmgrid.workers.benchmarks.execution import SCRATCH_VARIABLE
-from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, count_descendants, kill_marked, kill_tree
+from dlmgrid.workers.benchmarks.sandbox import MAX_PROCESSES, find_descendants, kill_marked, kill_tree
+from dlmgrid.workers.benchmarks.time_limit import MAX_PATIENCE, waiting_seconds
 from dlmgrid.workers.errors import InputError
 
 MARK = "DLMGRID_SCORING_PROCESS"
+# For what a scorer does before it sees the text: imports, expected outputs of the slowest reference solution.
+PREPARE_SECONDS = 300.0
+# Far above any verdict; a program that gets hold of the channel can write without end.
+MAX_REPLY_BYTES = 32 * 1024**2
 _POLL_SECONDS = 0.25
 _PASSED_ON = (
     "PATH",
@@ -42,8 +47,9 @@ _PASSED_ON = (
 class Reply:
     """What became of a job: ``verdicts`` when it was scored, else why not.
 
-    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``swarmed`` (killed for starting too many
-    processes), ``died`` (the process ended) or ``failed`` (the scorer raised).
+    ``cause`` is "" with verdicts, else ``timed_out`` (wall limit), ``unruly`` (killed for too many
+    processes or a flooded channel), ``died`` (the process ended, or was not ready in time) or ``failed`` (the
+    scorer raised).
     """
 
     verdicts: list[dict[str, Any]]
@@ -76,27 +82,38 @@ class ScoringProcess:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that waits for the next job; None where it has yet to be started."""
+        return None if self._process is None else self._process.pid
+
     def score(
         self, module: str, text: str, document: dict[str, Any], options: dict[str, Any], wall_seconds: float
     ) -> Reply:
-        """Score one text. Raises InputError when the scorer reports one (a missing package, say)."""
+        """Score one text within ``wall_seconds``, which run from when the scorer is ready for it.
+
+        Raises InputError when the scorer reports one (a missing package, say).
+        """
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
         assert self._process is not None
         identity = secrets.token_hex(8)
         job = {"id": identity, "module": module, "text": text, "document": document, "options": options}
-        started = time.monotonic()
+        started, limit, is_ready = time.monotonic(), PREPARE_SECONDS, False
+        patience = _TreePatience(self._process.pid)
         message = (json.dumps(job) + "\n").encode()
-        buffer = bytearray()
+        buffer, num_bytes = bytearray(), 0
         while True:
-            left = started + wall_seconds - time.monotonic()
+            left = started + limit + patience.seconds(limit) - time.monotonic()
             if self._is_cancelled():
                 self.close()
                 return _no_verdict("died", "cancelled", started)
             if left <= 0:
                 self.close()
-                return _no_verdict("timed_out", f"not scored within {wall_seconds:g} s", started)
+                if not is_ready:
+                    return _no_verdict("died", f"the scorer was not ready within {limit:g} s", started)
+                return _no_verdict("timed_out", f"not scored within {limit:g} s", started)
             writable = [self._job_fd] if message else []
             readable, ready, _ = select.select([self._reply_fd], writable, [], min(left, _POLL_SECONDS))
             if ready:
@@ -112,19 +129,30 @@ class ScoringProcess:
                     self.close()
                     return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
                 buffer += chunk
-                while b"\n" in buffer:
-                    line, _, rest = bytes(buffer).partition(b"\n")
-                    buffer = bytearray(rest)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_REPLY_BYTES:
+                    self.close()
+                    return _no_verdict(
+                        "unruly", f"wrote more than {MAX_REPLY_BYTES} bytes as a reply", started
+                    )
+                if b"\n" not in chunk:
+                    continue
+                *lines, rest = buffer.split(b"\n")
+                buffer = bytearray(rest)
+                for line in lines:
                     reply = _parse(line, identity)
-                    if reply is not None:
+                    if reply is not None and "ready" not in reply:
                         return _reply(reply)
+                    if reply is not None and not is_ready:
+                        started, limit, is_ready = time.monotonic(), wall_seconds, True
+                        patience = _TreePatience(self._process.pid)
             elif (status := self._process.poll()) is not None:
                 # Its replies are read first. A child may hold the channel open, so its end is not waited for.
                 self.close()
                 return _no_verdict("died", f"the scoring process ended (exit status {status})", started)
-            elif not ready and count_descendants(self._process.pid) > MAX_PROCESSES:
+            elif not ready and patience.look() > MAX_PROCESSES:
                 self.close()
-                return _no_verdict("swarmed", f"started more than {MAX_PROCESSES} processes", started)
+                return _no_verdict("unruly", f"started more than {MAX_PROCESSES} processes", started)
 
     def close(self) -> None:
         """Kill the process, everything it started, and its scratch folder."""
@@ -166,6 +194,27 @@ class ScoringProcess:
             os.close(reply_write)
 
 
+class _TreePatience:
+    """How long a process and its descendants, dead ones too, have waited for a processor since it was made."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._waited = {pid: 0.0}
+        self._before = waiting_seconds(pid)
+
+    def look(self) -> int:
+        """Take note of every descendant's waiting; returns how many there are."""
+        descendants = find_descendants(self._pid)
+        for pid in descendants:
+            self._waited[pid] = waiting_seconds(pid)
+        self._waited[self._pid] = waiting_seconds(self._pid) - self._before
+        return len(descendants)
+
+    def seconds(self, limit: float) -> float:
+        """By how much a limit is to be put off, by what was seen so far."""
+        return min(sum(self._waited.values()), MAX_PATIENCE * limit)
+
+
 def _environment(scratch: Path) -> dict[str, str]:
     root = Path(dlmgrid.__file__).resolve().parent.parent
     paths = [str(root), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
@@ -192,7 +241,7 @@ def _environment(scratch: Path) -> dict[str, str]:
     }
 
 
-def _parse(line: bytes, identity: str) -> dict[str, Any] | None:
+def _parse(line: bytes | bytearray, identity: str) -> dict[str, Any] | None:
     """The reply to job ``identity``; None for anything else that found its way into the channel."""
     try:
         reply = json.loads(line)

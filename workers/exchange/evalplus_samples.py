@@ -6,16 +6,14 @@ ones goes with the samples, named to it by an environment variable, so that part
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from dlmgrid.workers.benchmarks.code_extraction import extract_program
 from dlmgrid.workers.benchmarks.evalplus_check import EXTRACTION_SECONDS
+from dlmgrid.workers.benchmarks.time_limit import time_limit
 from dlmgrid.workers.errors import InputError
 
 # Our benchmarks that EvalPlus scores: its data set, and whether only the base tests count.
@@ -44,7 +42,7 @@ def make_solution(text: str, document: dict[str, Any]) -> Solution:
     """The program in ``text``, found as the scorer finds it; empty when that takes too long, which fails every
     test, as it does in the scorer. Call it from the main thread."""
     try:
-        with _time_limit(EXTRACTION_SECONDS):
+        with time_limit(EXTRACTION_SECONDS):
             program = extract_program(text, document["prompt"], document["entry_point"]).program
     except TimeoutError:
         return Solution(task_id=document["task_id"], program="", is_extracted=False)
@@ -76,17 +74,3 @@ def evaluate_words(benchmark: str, samples: str) -> list[str]:
     dataset, is_base_only = DATASETS[benchmark]
     words = ["--dataset", dataset, "--samples", samples]
     return [*words, "--base_only"] if is_base_only else words
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)

@@ -15,12 +15,12 @@ REFERENCE_FOLDER = Path(__file__).parent / "reference"
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
-def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
+def resolve_checkpoint(name: str, revision: str | None = None, *, offline: bool = False) -> Path:
     """The folder of a model: the packaged reference model, a local folder, or a snapshot from the hub.
 
     ``revision`` is a branch, tag or commit of a hub repository. The hub's own environment (HF_HOME,
-    HF_HUB_OFFLINE) is respected. Raises InputError, with the remedy, where the name leads nowhere, and for a
-    revision of what has none.
+    HF_HUB_OFFLINE) is respected; with ``offline`` only its cache is looked at. Raises InputError, with the remedy,
+    where the name leads nowhere, and for a revision of what has none.
     """
     if name == REFERENCE:
         if not (REFERENCE_FOLDER / "config.json").exists():
@@ -38,7 +38,7 @@ def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
         raise InputError(
             f"model: {name!r} is no folder here and no hub repository (want owner/name or a path)"
         )
-    return _snapshot(name, revision)
+    return _snapshot(name, revision, offline)
 
 
 def _local_folder(name: str) -> Path | None:
@@ -64,7 +64,7 @@ def _is_repository(name: str) -> bool:
     return bool(slash and owner and rest) and "/" not in rest and owner[0] not in ".~"
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
+def _snapshot(name: str, revision: str | None, offline: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -74,7 +74,10 @@ def _snapshot(name: str, revision: str | None) -> Path:
         ) from error
     remedy = f"run `dlmgrid prefetch` where there is a network, or point HF_HOME at a cache that holds {name}"
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_WANTED_FILES)))
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=list(_WANTED_FILES), local_files_only=offline
+        )
+        return Path(found)
     except HFValidationError as error:
         raise InputError(f"model: {name!r} is no name of a hub repository (want owner/name)") from error
     except LocalEntryNotFoundError as error:

@@ -19,6 +19,11 @@ def wall_seconds(attempt: str) -> float:
     return 3.0
 
 
+def prepare(document: dict[str, Any], options: dict[str, Any]) -> None:
+    """Take as long as ``options["prepare_seconds"]`` says."""
+    time.sleep(options.get("prepare_seconds", 0.0))
+
+
 def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Do what ``text`` says."""
     if text in _VALUES:
@@ -44,6 +49,14 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
             except OSError:
                 continue
         return [{"answer": "after the noise"}]
+    if text == "flood":
+        block = b"x" * (1 << 20)
+        while True:
+            for descriptor in range(3, 32):
+                try:
+                    os.write(descriptor, block)
+                except OSError:
+                    continue
     if text == "orphan and die":
         subprocess.Popen(["setsid", "sleep", "234.75"])
         os._exit(3)

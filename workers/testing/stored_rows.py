@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import dlmgrid
 from dlmgrid.workers.cell import CELL_FIELDS, Cell, digest, reference_key
 from dlmgrid.workers.decoding.paths import compare, logits_digest, path_digest
 from dlmgrid.workers.items import Item, write_items
+from dlmgrid.workers.models.catalog import REFERENCE, resolve_checkpoint
 from dlmgrid.workers.run_folder import MANIFEST, InputsFile, shard_path
 from dlmgrid.workers.shard import Shard
 from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
+from dlmgrid.workers.tokenization import load_tokenizer
 from dlmgrid.workers.units import Key
 
 PROMPT_TOKENS = 5
@@ -34,6 +37,14 @@ def small_cell(**changes: Any) -> Cell:
         "gen_length": 8,
     }
     return Cell(**{**settings, **changes}).canonical()
+
+
+@cache
+def _text(model: str, tokens: tuple[int, ...]) -> str:
+    """What the shipped model's tokenizer makes of ``tokens``; the tokens themselves for a model that is not there."""
+    if model != REFERENCE:
+        return " ".join(map(str, tokens))
+    return load_tokenizer(resolve_checkpoint(REFERENCE)).decode(list(tokens))
 
 
 def make_row(
@@ -70,7 +81,7 @@ def make_row(
         prompt_tokens=PROMPT_TOKENS,
         prompt_digest=digest([cell.prompt_version, item_id]),
         token_ids=list(tokens),
-        text=" ".join(map(str, tokens)),
+        text=_text(cell.model, tuple(tokens)),
         stop_reason="eos",
         generated_tokens=len(tokens),
         commit_positions=positions,

@@ -105,3 +105,44 @@ def test_wrong_code_stays_wrong() -> None:
     names: dict[str, object] = {}
     exec(compile(program, "answer", "exec"), names)  # noqa: S102
     assert names["total"]([2, 4], 1) == -2  # type: ignore[operator]
+
+
+DROPPED_BY_SANITIZE = {
+    "generator": "def halves(values):\n    for value in values:\n        yield value / 2\n",
+    "decorated": "import functools\n\n@functools.cache\ndef half(x):\n    return x / 2\n\n"
+    "def halves(values):\n    return [half(x) for x in values]\n",
+    "procedure": "def put(x, into):\n    into.append(x / 2)\n\n"
+    "def halves(values):\n    found = []\n    for x in values:\n        put(x, found)\n    return found\n",
+    "several names": "ONE, TWO = 1, 2\nHALF: float = ONE / TWO\n\n"
+    "def halves(values):\n    return [x * HALF for x in values]\n",
+    "after its use": "def halves(values):\n    yield from split(values)\n\n"
+    "def split(values):\n    for x in values:\n        yield x / 2\n",
+}
+
+
+@pytest.mark.parametrize("case", DROPPED_BY_SANITIZE)
+def test_definitions_that_sanitize_drops_are_kept_where_they_are_used(case: str) -> None:
+    answer = (
+        f"Here:\n```python\n{DROPPED_BY_SANITIZE[case]}\ndef unused():\n    yield 1\n\n\n"
+        "def total(values, start=0):\n    return start + sum(halves(values))\n\nprint(total([1]))\n```\nDone."
+    )
+    program = extract_program(answer, PROMPT, "total").program
+    names: dict[str, object] = {}
+    exec(program, names)  # noqa: S102
+    assert names["total"]([2, 4], 1) == 4.0  # type: ignore[operator]
+    assert "unused" not in program
+    assert "print" not in program
+
+
+def test_decorated_function_that_is_asked_for_is_found() -> None:
+    answer = (
+        "from functools import cache\n@cache\ndef total(n):\n    return n and n + total(n - 1)\n```\nDone."
+    )
+    names: dict[str, object] = {}
+    exec(extract_program(answer, PROMPT, "total").program, names)  # noqa: S102
+    assert names["total"](4) == 10  # type: ignore[operator]
+
+
+def test_invalid_escapes_change_nothing_where_warnings_are_errors() -> None:
+    answer = "def total(values, start=0):\n    return helper(values)\n\ndef helper(v):\n    yield '\\W'\n"
+    assert "helper(v)" in extract_program(answer, PROMPT, "total").program

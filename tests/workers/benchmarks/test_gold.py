@@ -43,6 +43,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "ifeval": {f"ifeval/{key}" for key in (374, 1122, 1129, 1627, 3369, 3371, 3718)},
 }
 FOLLOW = runpy.run_path(str(Path(__file__).with_name("ifeval_answers.py")))["follow"]
+SPOILED = runpy.run_path(str(Path(__file__).with_name("spoiled_answers.py")))
 # IFEval has no gold answers: these follow the rows in tests/golden/data, others are made by ifeval_answers.
 IFEVAL_ANSWERS = {
     "ifeval/1": "Rain falls from heavy clouds and it makes the fields green and the streets shine.",
@@ -71,19 +72,20 @@ def gold(name: str, item: Item) -> str:
     return f"{document['prompt']}{document['canonical_solution']}\n```\nIt passes the tests."
 
 
-def spoiled(name: str, item: Item) -> str:
-    """A wrong answer in the gold one's form."""
+def spoiled(name: str, item: Item, right: str) -> str:
+    """``right`` with one thing changed that makes it wrong."""
     document = item.document
     if name == "gsm8k":
-        return f"{document['answer']}1"
+        return f"{right}1"
     if name == "math500":
-        return f"{document['solution']} No: it is $\\boxed{{-123456789}}$."
+        return str(SPOILED["spoil_box"](right))
     if name in ("aime24", "aime25"):
         return f"So the answer is $\\boxed{{{int(_aime_answer(document)) + 1}}}$."
     if name == "ifeval":
-        texts = ("No, NO: one. two. three. four, five", "none at all", "!")
-        return next(text for text in texts if not _is_followed(text, document))
-    return f"def {document['entry_point']}(*given):\n    raise ValueError\n"
+        instruction, settings = document["instruction_id_list"][0], document["kwargs"][0]
+        return str(SPOILED["break_instruction"](right, instruction, settings))
+    program = right.partition("\n```\n")[0]
+    return f"{SPOILED['spoil_program'](program, document['entry_point'])}```\nIt passes the tests."
 
 
 def _is_followed(text: str, document: dict[str, Any]) -> bool:
@@ -109,12 +111,13 @@ def check_gold(
 ) -> None:
     """Score gold and spoiled answers of ``names`` together; compare with what must come out."""
     items = {name: get_benchmark(name).load(data, limit) for name in names}
-    rows = [
-        generation(name, item.item_id, answer(name, item), cell_key=f"{name} {answer.__name__}")
-        for name in names
-        for item in items[name]
-        for answer in (gold, spoiled)
-    ]
+    rows = []
+    for name in names:
+        for item in items[name]:
+            right = gold(name, item)
+            rows.append(generation(name, item.item_id, right, cell_key=f"{name} gold"))
+            wrong = spoiled(name, item, right)
+            rows.append(generation(name, item.item_id, wrong, cell_key=f"{name} spoiled"))
     out = make_run(items, rows)
     score_run(out, confirm_run_unsafe_code=True, workers=int(os.environ.get("DLMGRID_SCORE_WORKERS", "1")))
     found = scores(out)

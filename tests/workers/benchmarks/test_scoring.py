@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dlmgrid.workers.benchmarks import catalog, lm_eval_catalog
+from dlmgrid.workers.benchmarks import catalog, lm_eval_catalog, scoring_process
 from dlmgrid.workers.benchmarks.benchmark import Benchmark, Scorer, package_version
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.scoring import score_run
@@ -195,9 +195,10 @@ def test_without_the_opt_in_other_scorers_still_run(
 
 @pytest.mark.usefixtures("probed")
 def test_wrong_errored_and_timed_out_are_told_apart(
-    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item]
+    make_run: MakeRun, generation: Generation, gsm8k_items: list[Item], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm"]
+    monkeypatch.setattr(scoring_process, "MAX_REPLY_BYTES", 1 << 20)
+    texts = ["wrong", "right", "slow unless alone", "always slow", "hang", "die", "raise", "swarm", "flood"]
     rows = [generation("gsm8k", "gsm8k/0", text, cell_key=text) for text in texts]
     rows.append(generation("gsm8k", "gsm8k/0", None, cell_key="no text", error="prompt does not fit"))
     out = make_run({"gsm8k": gsm8k_items}, rows)
@@ -211,6 +212,7 @@ def test_wrong_errored_and_timed_out_are_told_apart(
         "always slow": (0.0, "timed_out"),
         "hang": (0.0, "timed_out"),
         "swarm": (0.0, "scored"),
+        "flood": (0.0, "scored"),
         "die": (None, "errored"),
         "raise": (None, "errored"),
         "no text": (None, "errored"),
@@ -220,7 +222,7 @@ def test_wrong_errored_and_timed_out_are_told_apart(
     assert summary.num_failed == 2
     assert progress == [(done, len(texts)) for done in range(1, len(texts) + 1)]
     (metric,) = summary.metrics
-    assert (metric.mean, metric.num_rows) == (2 / 6, 9)
+    assert (metric.mean, metric.num_rows) == (2 / 7, 10)
 
 
 @pytest.mark.usefixtures("probed")
@@ -356,6 +358,12 @@ class TestScoringProcess:
             assert self.probe(process, "hang", 1.0).cause == "timed_out"
             assert time.monotonic() - started < 5
             assert self.probe(process, "describe").cause == ""
+
+    def test_time_to_get_ready_does_not_count(self) -> None:
+        with ScoringProcess() as process:
+            reply = process.score(PROBE, "right", {}, {"prepare_seconds": 1.0}, 0.9)
+        assert reply.cause == ""
+        assert reply.seconds < 0.9
 
     def test_noise_on_the_channel_is_ignored(self) -> None:
         with ScoringProcess() as process:

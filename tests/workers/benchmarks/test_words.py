@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dlmgrid.workers.benchmarks import words
+from dlmgrid.workers.benchmarks.generated import Example
 from dlmgrid.workers.benchmarks.word_problem_forms import FORMS
 from dlmgrid.workers.items import Item
 
@@ -70,17 +71,24 @@ def test_thousands_separators_are_read() -> None:
     assert words.score("#### 1,200", {"answer": 1200}) == (1, "1200")
 
 
-def test_no_held_out_prompt_is_trained_on(items: list[Item]) -> None:
+@pytest.fixture(scope="module")
+def training() -> list[Example]:
+    return words.train_examples(1_000_003, 20_000)
+
+
+def test_no_held_out_prompt_is_trained_on(items: list[Item], training: list[Example]) -> None:
     prompts = {_prompt(item) for item in items}
     assert len(prompts) == len(items)
-    assert not prompts & {example.prompt for example in words.train_examples(1_000_003, 20_000)}
+    assert not prompts & {example.prompt for example in training}
 
 
-def test_held_out_numbers_are_not_trained_on_in_the_same_form_under_any_wording() -> None:
+def test_held_out_numbers_are_not_trained_on_in_the_same_form_under_any_wording(
+    training: list[Example],
+) -> None:
     """Only the form ``groups`` has a single product, and few enough numbers that training covers the rest."""
     trained = {
         _numbers(example.prompt)
-        for example in words.train_examples(1_000_003, 20_000)
+        for example in training
         if [operator for _, operator, _, _ in _SUM.findall(example.answer)] == ["*"]
     }
     all_items = words.held_out_items(10**20)
