@@ -60,7 +60,8 @@ def main() -> None:
     die_with_parent()
 
     def say(message: dict[str, Any]) -> None:
-        view = memoryview((json.dumps(message) + "\n").encode())
+        # On a line of its own, whatever a program has left on the channel.
+        view = memoryview(f"\n{json.dumps(message)}\n".encode())
         while view:
             view = view[os.write(reply_fd, view) :]
 

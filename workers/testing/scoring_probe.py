@@ -45,7 +45,7 @@ def score(text: str, document: dict[str, Any], options: dict[str, Any]) -> list[
     if text == "noise":
         for descriptor in range(3, 32):
             try:
-                os.write(descriptor, b'not json\n{"id": "of another job"}\n[1]\n')
+                os.write(descriptor, b'not json\n{"id": "of another job"}\n[1]\nhalf a line')
             except OSError:
                 continue
         return [{"answer": "after the noise"}]

@@ -156,11 +156,6 @@ def test_hostile_answers_end_and_touch_no_other(
         reverse=True,
     )[:12]
     print(f"{len(rows)} answers in {seconds:.0f} s; slowest {slowest}")
-    for row in scored:
-        if row["benchmark"] == "humaneval_plus":
-            print(
-                row["cell_key"], row["repeat"], row["metric"], row["value"], row["status"], row["detail"][:90]
-            )
     headline = {"exact_match,flexible-extract", "math_verify,none", "pass@1,base", "pass@1,plus"}
     failed = [
         row
@@ -169,6 +164,8 @@ def test_hostile_answers_end_and_touch_no_other(
     ]
     assert failed == []
     assert [row for row in scored if row["status"] not in ("scored", "timed_out")] == []
+    # every limit within held: none had to be stopped from without
+    assert [row for row in scored if "not scored within" in row["detail"]] == []
     wrong = [row for row in scored if row["cell_key"] == "cell" and row["benchmark"] == "humaneval_plus"]
     passed = {list(PROGRAMS | WHOLE_PROGRAMS)[row["repeat"]] for row in wrong if row["value"] == 1}
     assert passed <= {"detached processes", "writes to every descriptor", "closed descriptors"}
