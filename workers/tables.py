@@ -391,7 +391,7 @@ def _read_file(path: str, schema: pa.Schema, wanted: pa.Schema) -> pa.Table:
 
 
 def check_schema(path: str, file: pq.ParquetFile, schema: pa.Schema) -> None:
-    """Raises InputError when a file's table or schema version is not that of ``schema``."""
+    """Raises InputError when a file's table or schema version is not that of ``schema``, or a column is missing."""
     found = file.schema_arrow.metadata or {}
     for key in (b"dlmgrid.table", b"dlmgrid.schema_version"):
         if found.get(key) != schema.metadata[key]:
@@ -399,3 +399,8 @@ def check_schema(path: str, file: pq.ParquetFile, schema: pa.Schema) -> None:
                 f"{path}: {key.decode()} is {found.get(key, b'missing').decode(errors='replace')}, this version reads "
                 f"{schema.metadata[key].decode()}; use a new output folder"
             )
+    missing = set(schema.names).difference(file.schema_arrow.names)
+    if missing:
+        raise InputError(
+            f"{path}: it lacks the column {sorted(missing)[0]}, so another version wrote it; use a new output folder"
+        )

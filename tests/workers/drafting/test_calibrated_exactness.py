@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,11 @@ import torch
 from dlmgrid.workers.benchmarks.words import PROMPT_VERSION, calibration_items, held_out_items
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.drafter import Drafter
-from dlmgrid.workers.drafting.order_checkpoint import save_order_model
+from dlmgrid.workers.drafting.order_checkpoint import (
+    find_order_checkpoint,
+    read_order_checkpoint,
+    save_order_model,
+)
 from dlmgrid.workers.drafting.order_model import OrderModel
 from dlmgrid.workers.drafting.set_checkpoint import save_set_model
 from dlmgrid.workers.drafting.set_model import SetModel, SetShape
@@ -171,9 +176,9 @@ def test_rows_of_the_reference_model_are_exact_and_decode_again(tmp_path: Path, 
     graph = calibrate_graph(load_trajectories(tmp_path / "runs.parquet"), budget=6, selection="marginal_gain")
     graph_file = drafters / f"{graph.fingerprint}.json"
     save_graph(graph, graph_file)
-    checkpoint = drafters / "order.safetensors"
-    fingerprint = save_order_model(checkpoint, random_order_model(), {})
-    checkpoint = checkpoint.rename(drafters / f"{fingerprint}.safetensors")
+    shipped = find_order_checkpoint("reference")
+    fingerprint = read_order_checkpoint(shipped).fingerprint
+    checkpoint = Path(shutil.copy(shipped, drafters / f"{fingerprint}.safetensors"))
 
     ids = [item.item_id for item in items]
     reference = reference_unit(reference_cell(temperature=temperature), tmp_path, ids)

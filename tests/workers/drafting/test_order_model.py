@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.growth import HEDGE_BELOW
 from dlmgrid.workers.drafting.order_checkpoint import (
+    find_order_checkpoint,
     load_order_model,
     read_order_checkpoint,
     save_order_model,
@@ -31,6 +33,8 @@ from dlmgrid.workers.drafting.order_model import (
 )
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.models.catalog import resolve_checkpoint
+from dlmgrid.workers.models.fingerprint import weight_fingerprint
 
 State = tuple[int, ...]
 
@@ -220,3 +224,16 @@ def test_a_checkpoint_keeps_weights_and_says_what_is_wrong(tmp_path: Path) -> No
     save_file(tensors, str(again), metadata={"dlmgrid": header})
     with pytest.raises(InputError, match="its weights do not fit this version"):
         load_order_model(again)
+
+
+def test_the_shipped_model_is_small_whole_and_of_the_shipped_target() -> None:
+    path = find_order_checkpoint("reference")
+    found = read_order_checkpoint(path)
+    assert path.stat().st_size <= 3_000_000
+    card = json.loads(path.with_suffix(".json").read_text())
+    assert card.pop("fingerprint") == found.fingerprint
+    assert card.pop("format") and card == found.card
+    assert card["trained_on"]["weight_fingerprints"] == [weight_fingerprint(resolve_checkpoint("reference"))]
+    assert set(card["trained_on"]["items"]) == {"words_train", "functions_train"}
+    assert card["held_out"]["accuracy"] > card["held_out"]["stale"]
+    assert sum(p.numel() for p in load_order_model(path).parameters()) == 621_057
