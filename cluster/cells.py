@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from dlmgrid.cluster.decoder_settings import check_canvas, decoder_settings
 from dlmgrid.cluster.grid import (
-    DRAW_SETTINGS,
     BenchmarkEntry,
     DecoderEntry,
     Grid,
@@ -23,10 +22,7 @@ from dlmgrid.cluster.grid import (
 )
 from dlmgrid.cluster.sources import Benchmark, ModelShape, Sources
 from dlmgrid.workers.cell import (
-    APPROXIMATE_CACHES,
-    CANVAS_CACHES,
     SCHEDULES,
-    SHIFTED_CANVAS_FAMILIES,
     Cell,
     digest,
 )
@@ -203,76 +199,6 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
     return Model(entry=entry, folder=folder, shape=shape)
 
 
-def check_canvases(grid: Grid, models: Sequence[Model], questions: Sequence[Questions]) -> None:
-    """Raises InputError for a model, decoder and benchmark whose lengths do not go together."""
-    for model in models:
-        for asked in questions:
-            with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
-                for decoder in grid.decoder:
-                    _check_canvas(model, decoder, asked.gen_length)
-
-
-def _check_canvas(model: Model, decoder: DecoderEntry, gen_length: int) -> None:
-    """Raises InputError where blocks, steps or the decoder do not fit a generation of a bidirectional model, or a
-    decoder is for such models only."""
-    shape = model.shape
-    settings = decoder_settings(decoder, shape)
-    name = settings["decoder"]
-    if not set(CANVAS_CACHES) & set(shape.caches):
-        if name in SCHEDULES:
-            raise InputError(
-                f"decoder {name} is a schedule over blocks that are all masked, which this model's first block is "
-                "not; use static, threshold or factor"
-            )
-        return
-    length = model.entry.block_length or shape.block_length or gen_length
-    if length > gen_length:
-        raise InputError(f"block_length {length} is more than gen_length {gen_length}; lower block_length")
-    if gen_length % length:
-        raise InputError(
-            f"gen_length {gen_length} is not a multiple of block_length {length}; change one of the two"
-        )
-    if decoder.fused_commit:
-        raise InputError("a bidirectional model has no commit passes to join; remove fused_commit")
-    if settings.get("sub_block_length"):
-        raise InputError(
-            "a bidirectional model has no sub-blocks; remove sub_block_length, lower block_length"
-        )
-    if name not in SCHEDULES:
-        return
-    num_blocks, num_steps = gen_length // length, settings["steps"] or gen_length
-    if num_steps % num_blocks:
-        raise InputError(
-            f"steps {num_steps} is not a multiple of the {num_blocks} blocks of {length} tokens; change it"
-        )
-    if name == "llada" and num_steps > gen_length:
-        raise InputError(
-            f"steps {num_steps} is more than gen_length {gen_length}: steps would open nothing; lower it"
-        )
-    cache = model.entry.cache or shape.caches[0]
-    if shape.family in SHIFTED_CANVAS_FAMILIES and cache in APPROXIMATE_CACHES and num_steps < 2 * num_blocks:
-        raise InputError(
-            f"steps {num_steps} gives a block {num_steps // num_blocks}; with cache {cache} a block needs 2, since the "
-            "first opens its first position alone"
-        )
-
-
-def decoder_settings(decoder: DecoderEntry, shape: ModelShape) -> dict[str, Any]:
-    """The fields of a cell that a decoder of the grid sets for a model. Raises InputError for an unknown variant."""
-    if decoder.name == "published":
-        return shape.published_decoder(decoder.variant) | {"steps": decoder.steps}
-    given = {name: getattr(decoder, name) for name in (*DRAW_SETTINGS, "sub_block_length")}
-    return {
-        "decoder": decoder.name,
-        "commits_per_step": decoder.commits_per_step,
-        "threshold": decoder.threshold,
-        "comparison": decoder.comparison,
-        "factor": decoder.factor,
-        "steps": decoder.steps,
-        "confidence": shape.confidence,
-    } | {name: value for name, value in given.items() if value is not None}
-
-
 def load_questions(grid: Grid, sources: Sources, data: str | None, limit: int | None) -> list[Questions]:
     """Load the items of every benchmark; ``limit`` caps each. Raises InputError for an unknown benchmark,
     missing data, or item ids given twice."""
@@ -324,7 +250,11 @@ def make_cells(
     ``inputs`` is the folder of the item files, ``drafters`` beside it that of the drafters' files. Raises InputError
     where a length does not fit a model, or a drafter's file is missing or does not fit a cell.
     """
-    check_canvases(grid, models, questions)
+    for model in models:
+        for asked in questions:
+            with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
+                for decoder in grid.decoder:
+                    check_canvas(model.entry, model.shape, decoder, asked.gen_length)
     works: dict[str, CellWork] = {}
     drafters = [find_drafters(method) for method in grid.methods]
     for model in models:

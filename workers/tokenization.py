@@ -36,6 +36,9 @@ _QWEN2_SPLIT = (
 )
 """How Qwen2's tokenizer splits text before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
 
+_QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
+"""Tokenizer classes that split and merge as Qwen2's does; Dream's is a copy (its tokenization_dream.py)."""
+
 _PROBE = "What is 2 + 3?"
 _TEMPLATE_REMEDY = "mend it, or set `chat_template: chatml` for this model in the grid"
 
@@ -229,7 +232,7 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> Tokenizer:
         return tokenizer
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = settings.get("tokenizer_class")
-        if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
+        if kind not in _QWEN2_CLASSES:
             raise InputError(
                 f"{folder}: tokenizer_class is {kind!r} and there is no tokenizer.json; save it once with "
                 "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
@@ -239,7 +242,7 @@ def _load_backend(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 
 def _qwen2_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    """SDAR as published has no tokenizer.json: byte-level BPE from its vocabulary and merges."""
+    """SDAR and Dream as published have no tokenizer.json: byte-level BPE from vocabulary and merges."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from dlmgrid.cluster.cells import find_models, load_questions, make_cells
-from dlmgrid.cluster.check import own_faults
 from dlmgrid.cluster.grid import parse_grid
+from dlmgrid.cluster.row_faults import own_faults
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError

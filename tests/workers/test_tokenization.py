@@ -97,7 +97,7 @@ def test_a_template_that_refuses_or_does_not_parse_is_the_users_error(folder: Pa
         load_tokenizer(folder)
     with pytest.raises(InputError, match="chat_template: 'llama' is not one of chatml"):
         load_tokenizer(folder, "llama")
-    assert shipped_templates() == ["chatml", "llada2", "qwen2"]
+    assert shipped_templates() == ["chatml", "llada", "llada2", "qwen2"]
 
 
 @pytest.mark.parametrize(

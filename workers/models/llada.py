@@ -188,8 +188,5 @@ FAMILY = Family(
         ),
     },
     chat_template="llada",
-    published=(
-        KnownModel(name="GSAI-ML/LLaDA-8B-Instruct", config=_PUBLISHED),
-        KnownModel(name="GSAI-ML/LLaDA-1.5", config=_PUBLISHED),
-    ),
+    published=(KnownModel(name="GSAI-ML/LLaDA-8B-Instruct", config=_PUBLISHED),),
 )

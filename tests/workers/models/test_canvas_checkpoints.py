@@ -153,3 +153,21 @@ def test_a_prompt_begins_with_exactly_one_bos(tmp_path: Path) -> None:
     ):
         ids = encoder.encode(item)
         assert ids[0] == bos and ids.count(bos) == 1
+
+
+def test_dreams_tokenizer_is_read_from_vocabulary_and_merges(tmp_path: Path) -> None:
+    write_tiny_canvas(tmp_path, "dream")
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    added = {
+        str(token["id"]): {"content": token["content"], "special": True} for token in whole["added_tokens"]
+    }
+    settings = {"tokenizer_class": "DreamTokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    check_checkpoint(tmp_path)
+    encoder = load_tokenizer(tmp_path, "chatml")
+    ids = encoder.encode(Item(item_id="a", messages=[{"role": "user", "content": "2 + 3"}]))
+    assert ids[0] == 257 and ids.count(258) == 1  # <|im_start|>, <|im_end|>
+    assert encoder.decode(ids) == "user\n2 + 3\nassistant\n"
