@@ -223,8 +223,9 @@ def linear(
         return out
     partial = torch.empty((num_chunks, num_rows, weight.shape[0]), dtype=torch.float32, device=x.device)
     _chunk_kernel[(row_tiles, triton.cdiv(weight.shape[0], tile.outputs), num_chunks)](
-        x, weight, partial, num_rows * weight.shape[0], num_rows, count, weight.shape[0], width, *strides, ROWS=tile.rows,
-        OUTPUTS=tile.outputs, STEP=STEP_WIDTH, CHUNK=CHUNK_WIDTH, HAS_COUNT=flags["HAS_COUNT"], **options,
+        x, weight, partial, num_rows * weight.shape[0], num_rows, count, weight.shape[0], width, *strides,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, STEP=STEP_WIDTH, CHUNK=CHUNK_WIDTH, HAS_COUNT=flags["HAS_COUNT"],
+        **options,
     )  # fmt: skip
     _sum_kernel[grid](
         partial, num_rows * weight.shape[0], bias, residual, out, num_rows, count, num_outputs, num_chunks,

@@ -28,6 +28,15 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture
+def cuda_device() -> torch.device:
+    """A CUDA device with kernels compiled for it; for tests marked ``gpu``."""
+    pytest.importorskip("triton")
+    if is_interpreted() or not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset (make gpu-test)")
+    return torch.device("cuda")
+
+
 @pytest.fixture(params=["fp32", "half"])
 def float_type(request: pytest.FixtureRequest, triton_device: torch.device) -> torch.dtype:
     """fp32, or the 16-bit type to be trusted there: fp16 in the interpreter, bf16 on a GPU."""

@@ -70,9 +70,9 @@ def test_a_row_has_the_same_bits_in_every_tile_and_pack(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["SDAR-8B", "smollm2-135m"])
-def test_model_shapes_keep_bits_on_the_device(triton_device: torch.device, model: str) -> None:
+def test_model_shapes_keep_bits_on_the_device(cuda_device: torch.device, model: str) -> None:
     for shape in PRODUCTS[model].values():
-        x, weight = operands(max(PASS_ROWS[:4]), *shape, torch.bfloat16, triton_device)
+        x, weight = operands(max(PASS_ROWS[:4]), *shape, torch.bfloat16, cuda_device)
         alone = linear(x[:32], weight)
         for rows in PASS_ROWS[:4]:
             for tile in TILES.values():
@@ -127,6 +127,6 @@ def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> N
         linear(x, weight, x[0, :6], gated=True)
     with pytest.raises(ValueError, match="strides"):
         linear(x.t().contiguous().t(), weight)
-    with pytest.raises(ValueError, match="torch.float64"):
+    with pytest.raises(ValueError, match="float64"):
         linear(x.double(), weight.double())
     assert linear(x[:0], weight).shape == (0, 6)
