@@ -3,10 +3,21 @@
 from dlmgrid.kernels.logits.reference import (
     NUM_CANDIDATES,
     Choice,
+    LogitsPass,
     Summary,
     choose,
+    logits_pass,
     row_digests,
     summarize,
 )
 
-__all__ = ["NUM_CANDIDATES", "Choice", "Summary", "choose", "row_digests", "summarize"]
+__all__ = [
+    "NUM_CANDIDATES",
+    "Choice",
+    "LogitsPass",
+    "Summary",
+    "choose",
+    "logits_pass",
+    "row_digests",
+    "summarize",
+]
