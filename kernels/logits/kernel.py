@@ -1,6 +1,7 @@
 """Triton logits pass: noise, choice, summary statistics, top-32 and digest of a row in one read of its logits.
 
-One program reduces up to 4096 entries of the vocabulary of one row, a second kernel merges a row's tiles in ascending order.
+One program reduces up to 4096 entries of the vocabulary of one row, a second kernel merges a row's tiles in
+ascending order.
 With m a maximum, t(x) = exp(x - m) and Z = Σ t, over tiles joined by the usual rescaling:
 
     probability of the chosen token  t(x / T) / Z_T, the softmax's own quotient (never exp(x - logsumexp))

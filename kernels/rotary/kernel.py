@@ -1,0 +1,94 @@
+"""Triton rotary embedding of query and key heads, with their norms where the model has them, in one pass.
+
+    z = x / sqrt(mean(x²) + eps) * weight, or x            (a head at a time)
+    y[i] = z[i] cos - z[i + r/2] sin,  y[i + r/2] = z[i + r/2] cos + z[i] sin for i < r/2;  y = z beyond r
+
+in fp32, rounded once (the twins round after the norm as well). r < d turns part of a head (partial RoPE).
+Source: Su et al., arXiv 2104.09864; the half-split form.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlmgrid.kernels.triton_support import (
+    check_float_type,
+    check_one_device,
+    check_rows_contiguous,
+    power_of_two,
+)
+
+
+@triton.jit
+def _norm_rotary_kernel(
+    x, weight, cosines, sines, positions, out, x_stride, x_head_stride, num_heads, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, PADDED)
+    inside = columns < WIDTH
+    is_low = columns < HALF
+    is_turned = columns < 2 * HALF
+    partner = tl.where(is_low, columns + HALF, tl.where(is_turned, columns - HALF, columns))
+    at = x + row * x_stride + head * x_head_stride
+    values = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / WIDTH + eps)
+        weights = weight + head * WIDTH
+        values = values * scale * tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
+        others = others * scale * tl.load(weights + partner, mask=inside, other=0.0).to(tl.float32)
+    angle = tl.load(positions + row).to(tl.int64) * HALF + columns % HALF
+    cosine = tl.load(cosines + angle, mask=is_turned, other=1.0)
+    sine = tl.load(sines + angle, mask=is_turned, other=0.0)
+    turned = values * cosine + tl.where(is_low, -others, others) * sine
+    result = tl.where(is_turned, turned, values)
+    tl.store(out + (row * num_heads + head) * WIDTH + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_rotary(
+    x: Tensor,
+    weight: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    eps: float,
+) -> Tensor:
+    """``x`` [R, heads, d] normalised by head (``weight`` [heads, d], or None) and turned: [R, heads, d], same dtype.
+
+    Args:
+        cosines, sines: fp32 [P, r/2], the tables of ``rotary_tables``.
+        positions: int64 [R], rows of the tables.
+
+    Raises:
+        ValueError: shapes, types, strides or devices that do not fit.
+    """
+    half = cosines.shape[1]
+    if x.dim() != 3 or 2 * half > x.shape[2] or sines.shape != cosines.shape or not half:
+        raise ValueError(f"norm_rotary: x {tuple(x.shape)} does not fit tables {tuple(cosines.shape)}")
+    if weight is not None and weight.shape != x.shape[1:]:
+        raise ValueError(f"norm_rotary: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
+    if positions.shape != x.shape[:1] or positions.dtype != torch.int64:
+        raise ValueError(f"norm_rotary: positions {tuple(positions.shape)} {positions.dtype}; want int64 [R]")
+    if not (
+        cosines.dtype == sines.dtype == torch.float32 and cosines.is_contiguous() and sines.is_contiguous()
+    ):
+        raise ValueError("norm_rotary: tables must be contiguous float32")
+    check_float_type("norm_rotary", x=x, weight=weight)
+    check_rows_contiguous("norm_rotary", x=x)
+    check_one_device("norm_rotary", x=x, weight=weight, cosines=cosines, sines=sines, positions=positions)
+    if weight is not None and not weight.is_contiguous():
+        raise ValueError("norm_rotary: weight must be contiguous")
+    rows, heads, width = x.shape
+    out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
+    if rows:
+        _norm_rotary_kernel[(rows, heads)](
+            x, x if weight is None else weight, cosines, sines, positions, out, x.stride(0), x.stride(1), heads, eps,
+            WIDTH=width, PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None, num_warps=1,
+        )  # fmt: skip
+    return out
