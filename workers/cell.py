@@ -18,6 +18,12 @@ IMPORTED = "imported"
 DEFAULT_COMPARISON = "sdar"
 """What a ``threshold`` decoder compares with where nothing is said: c > τ."""
 
+DEFAULT_CONFIDENCE = "tempered"
+"""What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
+
+EXACT_CACHES = ("block", "causal")
+"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -26,7 +32,8 @@ class Cell:
     ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
-    the ``threshold`` decoder, ``factor`` to ``factor``, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
+    the ``threshold`` decoder, ``factor`` to ``factor``, ``confidence`` (what is compared) and ``sub_block_length``
+    (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
     with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
     or calibrated part ("" if none).
@@ -51,6 +58,8 @@ class Cell:
     threshold: float | None = None
     comparison: str | None = None
     factor: float | None = None
+    confidence: str = DEFAULT_CONFIDENCE
+    sub_block_length: int = 0
     fused_commit: bool = False
     gamma: float | None = None
     fold_tau: float | None = None
@@ -67,7 +76,7 @@ class Cell:
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
         three verification modes accept the same states and no noise is read, whatever its keying; a threshold
-        without a comparison has the default one."""
+        without a comparison has the default one; at T in {0, 1} the plain and the tempered confidence are one."""
         cell = self
         if cell.method == IMPORTED:
             return cell
@@ -86,6 +95,8 @@ class Cell:
             cell = replace(cell, comparison=DEFAULT_COMPARISON)
         if cell.temperature == 0:
             cell = replace(cell, verification="coupled", noise="commit_count", temperature=0.0)
+        if cell.confidence == "plain" and cell.temperature in (0, 1):
+            cell = replace(cell, confidence=DEFAULT_CONFIDENCE)
         return cell
 
     def reference(self) -> Cell:
@@ -104,7 +115,9 @@ class Cell:
         cell = self.canonical()
         if cell.method == IMPORTED:
             return IMPORTED
-        approximate = cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache != "block"
+        approximate = (
+            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache not in EXACT_CACHES
+        )
         if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
             return "approximate"
         return "law" if cell.verification == "uncoupled" else "exact"

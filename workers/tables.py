@@ -63,6 +63,8 @@ GENERATIONS = _schema(
         _column("threshold", pa.float64()),
         _column("comparison", pa.string()),
         _column("factor", pa.float64()),
+        _key("confidence", pa.string()),
+        _key("sub_block_length", pa.int32()),
         _key("fused_commit", pa.bool_()),
         _column("gamma", pa.float64()),
         _column("fold_tau", pa.float64()),
@@ -88,6 +90,9 @@ GENERATIONS = _schema(
         _column("commit_positions", _INTS),
         _column("commit_tokens", _INTS),
         _column("commit_steps", _INTS),
+        # first tokens of blocks that the pass before them gave; no step commits them
+        _column("seed_positions", _INTS),
+        _column("seed_tokens", _INTS),
         _column("path_digest", pa.string()),
         _column("step_digests", pa.list_(pa.string())),
         _column("commit_margins", pa.list_(pa.float32())),

@@ -31,6 +31,8 @@ from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.models.checkpoint import read_config
+from dlmgrid.workers.models.config import ModelConfig
+from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
@@ -43,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_COLUMNS = (
     "cell_key", "item_id", "repeat", "prompt_digest", "token_ids", "commit_positions", "commit_tokens",
-    "commit_steps", "commit_margins", "step_digests", "runtime_fingerprint", "error",
+    "commit_steps", "commit_margins", "seed_positions", "seed_tokens", "step_digests", "runtime_fingerprint", "error",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -128,8 +130,8 @@ class UnitRunner:
         cell = unit.cell.canonical()
         encoder = load_tokenizer(Path(unit.checkpoint), cell.chat_template)
         config = read_config(Path(unit.checkpoint))
-        prompts, rows = self._prompts(unit, encoder, config.max_position_embeddings)
-        engine = self._load(unit, prompts.values(), max_in_flight)
+        prompts, rows = self._prompts(unit, encoder, config)
+        engine = self._load(unit, config, prompts.values(), max_in_flight)
         settings = decode_settings(cell, engine, profiled=unit.profiled)
         decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
         provenance = self._provenance(unit)
@@ -184,7 +186,7 @@ class UnitRunner:
         }
 
     def _prompts(
-        self, unit: WorkUnit, encoder: PromptEncoder, max_positions: int
+        self, unit: WorkUnit, encoder: PromptEncoder, config: ModelConfig
     ) -> tuple[dict[Key, Prompt], dict[Key, Row]]:
         """Encoded prompts, and the error rows of items whose prompt cannot be used."""
         wanted = {key.item_id for key in unit.keys}
@@ -198,17 +200,23 @@ class UnitRunner:
                 raise InputError(f"{unit.inputs}: no item {key.item_id!r}; plan the run again")
             try:
                 token_ids = tuple(encoder.encode(items[key.item_id]))
-                _check_fit(unit.cell, token_ids, max_positions)
+                _check_fit(unit.cell, token_ids, config)
             except InputError as error:
                 failed[key] = error_row(unit.cell, key, self._provenance(unit), str(error))
                 continue
             prompts[key] = Prompt(item_id=key.item_id, repeat=key.repeat, token_ids=token_ids)
         return prompts, failed
 
-    def _load(self, unit: WorkUnit, prompts: Iterable[Prompt], max_in_flight: int) -> Engine:
+    def _load(
+        self, unit: WorkUnit, config: ModelConfig, prompts: Iterable[Prompt], max_in_flight: int
+    ) -> Engine:
         cell = unit.cell
+        grid = get_family(config.family).grid
         longest = max(
-            (canvas_length(len(prompt.token_ids), cell.gen_length, cell.block_length) for prompt in prompts),
+            (
+                canvas_length(len(prompt.token_ids), cell.gen_length, cell.block_length, grid)
+                for prompt in prompts
+            ),
             default=cell.block_length,
         )
         key = (
@@ -298,11 +306,12 @@ def _with_room(engine: Engine, num_slots: int, max_length: int) -> Engine:
     )
 
 
-def _check_fit(cell: Cell, token_ids: Sequence[int], max_positions: int) -> None:
+def _check_fit(cell: Cell, token_ids: Sequence[int], config: ModelConfig) -> None:
     """Raises InputError for a prompt that is empty or leaves no room for the generation."""
     if not token_ids:
         raise InputError("the prompt is empty")
-    canvas = canvas_length(len(token_ids), cell.gen_length, cell.block_length)
+    max_positions = config.max_position_embeddings
+    canvas = canvas_length(len(token_ids), cell.gen_length, cell.block_length, get_family(config.family).grid)
     if canvas > max_positions:
         raise InputError(
             f"prompt of {len(token_ids)} tokens and gen_length {cell.gen_length} need {canvas} positions, the "
@@ -311,7 +320,9 @@ def _check_fit(cell: Cell, token_ids: Sequence[int], max_positions: int) -> None
 
 
 def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSettings:
-    """The decoder's settings of a canonical cell."""
+    """The decoder's settings of a canonical cell on its model."""
+    family = get_family(engine.config.family)
+    is_causal = cell.decoder == "causal"
     return DecodeSettings(
         block_length=cell.block_length,
         gen_length=cell.gen_length,
@@ -323,6 +334,11 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         verification=cell.verification,
         stop=cell.stop,
         fused_commit=cell.fused_commit,
+        shifted=family.shifted or is_causal,
+        causal=is_causal,
+        grid=family.grid,
+        seed=family.seed,
+        stop_rule="prefix" if is_causal else family.stop_rule,
         profiled=profiled,
     )
 

@@ -11,6 +11,9 @@ Reduction tree, fixed by absolute positions alone:
     split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018),
     from zero row     its splits merged in ascending order
 
+Two things may narrow what a segment sees: its first ``first_key`` keys are absent (blocks that start at a prompt's end
+are moved onto the grid by as many), and in a ``causal`` segment a query sees its own block up to itself.
+
 all in fp32. L divides TILE_KEYS and blocks lie on the grid of L, so the own block is inside the last tile;
 that tile is put together from cache and own keys and reduced as one, so a block gives the same bits whether
 earlier keys come from the cache or were written to it by the same pass. Every matrix product has one fixed
@@ -48,6 +51,10 @@ class TileGroup:
     slot_index: Tensor  # [n] int64
     block_in_tile: Tensor  # [n] int64: which of the TILE_KEYS / L blocks of the last tile is the own one
     absent: Tensor  # [n, TILE_KEYS] bool: keys of the last tile beyond the own block
+    absent_rows: Tensor | None  # [n, L, TILE_KEYS] bool: the same by query, where queries differ or keys lead
+    absent_first: (
+        Tensor | None
+    )  # [n, TILE_KEYS] bool: absent keys of tile 0, where keys lead and it is not the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +73,19 @@ class AttentionPlan:
 
 
 def plan_attention(
-    slots: Sequence[int], block_starts: Sequence[int], block_length: int, device: torch.device | str = "cpu"
+    slots: Sequence[int],
+    block_starts: Sequence[int],
+    block_length: int,
+    device: torch.device | str = "cpu",
+    *,
+    first_keys: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
 ) -> AttentionPlan:
     """Group the segments of a pass by the number of tiles they read.
+
+    ``first_keys``: for each segment the number of leading positions of its slot that hold nothing, below the block
+    length (None: all 0); a query among them sees itself only. ``causal``: for each segment whether a query sees its
+    own block up to itself only (None: no).
 
     Raises ValueError where a block length does not divide the tile or a block is off its grid.
     """
@@ -87,6 +104,13 @@ def plan_attention(
         for start in range(0, len(segments), step):
             chosen = segments[start : start + step]
             offsets = torch.tensor([block_starts[segment] % TILE_KEYS for segment in chosen])
+            leading = torch.tensor([first_keys[segment] if first_keys else 0 for segment in chosen])
+            is_causal = torch.tensor([bool(causal and causal[segment]) for segment in chosen])
+            absent = keys[None, :] >= offsets[:, None] + block_length
+            rows = None
+            if bool(is_causal.any()) or (last_tile == 0 and bool(leading.any())):
+                rows = _absent_by_query(absent, offsets, block_length, is_causal, leading * (last_tile == 0))
+            absent_first = keys[None, :] < leading[:, None] if last_tile and bool(leading.any()) else None
             first = groups[-1].stop if groups else 0
             groups.append(
                 TileGroup(
@@ -96,7 +120,9 @@ def plan_attention(
                     slots=tuple(slots[segment] for segment in chosen),
                     slot_index=torch.tensor([slots[segment] for segment in chosen]).to(device),
                     block_in_tile=(offsets // block_length).to(device),
-                    absent=(keys[None, :] >= offsets[:, None] + block_length).to(device),
+                    absent=absent.to(device),
+                    absent_rows=None if rows is None else rows.to(device),
+                    absent_first=None if absent_first is None else absent_first.to(device),
                 )
             )
     is_sorted = order == list(range(len(order)))
@@ -108,6 +134,15 @@ def plan_attention(
         inverse=None if is_sorted else permutation.argsort().to(device),
         groups=tuple(groups),
     )
+
+
+def _absent_by_query(absent: Tensor, offsets: Tensor, length: int, causal: Tensor, leading: Tensor) -> Tensor:
+    """bool [n, L, TILE_KEYS]: what each query of the own block may not see of the last tile."""
+    keys = torch.arange(TILE_KEYS)
+    own = offsets[:, None, None] + torch.arange(length)[None, :, None]  # the query's own key
+    later = causal[:, None, None] & (keys > own)
+    before = (keys < leading[:, None, None]) & (keys != own)
+    return absent[:, None, :] | later | before
 
 
 def write_cache(cache: Tensor, values: Tensor, slots: Tensor, block_starts: Tensor) -> None:
@@ -191,6 +226,9 @@ def _attend_group(
     last = torch.bmm(rows.flatten(0, 1), last_keys.flatten(0, 1).transpose(1, 2))
     last = last.view(num, num_kv_heads, num_rows, TILE_KEYS)
     absent = tiles.absent[:, None, None, :]
+    if tiles.absent_rows is not None:
+        group = num_rows // tiles.absent_rows.shape[1]
+        absent = tiles.absent_rows.repeat(1, group, 1)[:, None]
     last.masked_fill_(absent, -math.inf)
     last_maximum = last.amax(-1)
     if not full:
@@ -207,6 +245,9 @@ def _attend_group(
     repeated = rows[:, None].expand(-1, full, -1, -1, -1).reshape(num, num_entries, num_rows, width)
     _multiply_each(repeated, prefix_keys, tiles.slots, scores.flatten(1, 2))
 
+    if tiles.absent_first is not None:
+        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], -math.inf)
+
     # maximum[t]: the running maximum of a split after its tile t
     maximum = torch.cat([scores.amax(-1), last_maximum[:, None]], 1)
     for tile in range(1, full + 1):
@@ -216,6 +257,8 @@ def _attend_group(
         maximum[:, :-1].sub(maximum[:, 1:]).clamp_(_LEAST_EXPONENT, 0.0).exp_()
     )  # read only inside a split
     scores = _exponentials(scores, maximum[:, :-1])
+    if tiles.absent_first is not None:
+        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], 0.0)
     last = _exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
     sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)
     outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))

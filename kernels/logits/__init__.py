@@ -9,6 +9,7 @@ from dlmgrid.kernels.logits.reference import (
     logits_pass,
     row_digests,
     summarize,
+    token_probabilities,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "logits_pass",
     "row_digests",
     "summarize",
+    "token_probabilities",
 ]

@@ -112,6 +112,12 @@ def choose(logits: Tensor, temperature: float, gumbel: Tensor | None) -> Choice:
     return Choice(tokens, probabilities, best - runner_up)
 
 
+def token_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """fp32 [R]: the probability at T = 1 of ``tokens`` int64 [R] under ``logits`` fp32 [R, V]."""
+    terms, total = _exponentials(logits)
+    return (terms.gather(1, tokens[:, None]) / total).squeeze(1)
+
+
 def summarize(logits: Tensor, temperature: float) -> Summary:
     """Top-32 candidates and summary statistics of each row; ``temperature`` enters ``log_tempered_mass`` only."""
     terms, total = _exponentials(logits)

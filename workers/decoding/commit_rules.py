@@ -6,19 +6,19 @@ lowest position. Every rule commits at least one position of a state that has on
 
 Sources: ``low_confidence_static`` and ``low_confidence_dynamic`` of JetAstra/SDAR ``generate.py``; the threshold
 comparisons of NVlabs/Fast-dLLM and inclusionAI/dInfer; the factor rule of Fast-dLLM (arXiv 2505.22618). The
-confidence is always taken from the unfiltered (tempered) softmax, as SDAR's OpenCompass port does: a name of the
-table ``COMPARISONS`` chooses how it is compared, not what it is.
+confidence is always taken from an unfiltered softmax, as SDAR's OpenCompass port does (which one:
+:mod:`~dlmgrid.workers.decoding.confidence`); a name of the table ``COMPARISONS`` chooses how it is compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
+from dlmgrid.workers.cell import DEFAULT_COMPARISON, DEFAULT_CONFIDENCE, Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +26,24 @@ class CommitRule:
     """A rule with its settings.
 
     ``select`` maps (masked bool [..., L], confidence fp32 [..., L]) to the committed positions, bool [..., L].
-    ``max_commits`` bounds the positions of one step from above (None: the block's length).
+    ``max_commits`` bounds the positions of one step from above (None: the block's length). ``confidence`` names what
+    the rule compares. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
     """
 
     name: str
     select: Callable[[Tensor, Tensor], Tensor]
     max_commits: int | None
+    confidence: str = DEFAULT_CONFIDENCE
+    sub_block_length: int = 0
+
+    def eligible(self, masked: Tensor) -> Tensor:
+        """The positions of states masked at bool [..., L] that the next step may fill."""
+        return first_sub_block(masked, self.sub_block_length) if self.sub_block_length else masked
 
 
 def top_positions(masked: Tensor, confidence: Tensor, count: int) -> Tensor:
     """The ``count`` most confident masked positions (all of them where fewer are left), ties to the lowest."""
-    scores = torch.where(masked, confidence, torch.full_like(confidence, -1.0))
+    scores = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf))
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     picked = torch.zeros_like(masked).scatter(-1, order, True)
     return picked & masked
@@ -62,7 +69,7 @@ def _at_least(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
 
 
 def _near_the_best(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
-    best = torch.where(masked, confidence, torch.full_like(confidence, -1.0)).amax(dim=-1, keepdim=True)
+    best = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf)).amax(dim=-1, keepdim=True)
     return confidence >= (best - 1e-5).clamp_max(value)
 
 
@@ -110,7 +117,7 @@ def factor(value: float) -> CommitRule:
 
     def select(masked: Tensor, confidence: Tensor) -> Tensor:
         length = masked.shape[-1]
-        scores = torch.where(masked, confidence, torch.full_like(confidence, -1.0)).double()
+        scores = torch.where(masked, confidence, torch.full_like(confidence, -torch.inf)).double()
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
         counts = torch.arange(1, length + 1, device=masked.device, dtype=torch.float64)
         passes = ranked >= 1 - value / (counts + 1)
@@ -121,11 +128,57 @@ def factor(value: float) -> CommitRule:
     return CommitRule(name="factor", select=select, max_commits=None)
 
 
-RULES = ("static", "threshold", "factor")
+def sequential(commits_per_step: int) -> CommitRule:
+    """The K leftmost masked positions a step, whatever their confidence."""
+    if commits_per_step < 1:
+        raise ValueError(f"commits_per_step is {commits_per_step}, it must be at least 1")
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return masked & (masked.cumsum(dim=-1) <= commits_per_step)
+
+    return CommitRule(name="sequential", select=select, max_commits=commits_per_step)
+
+
+def first_sub_block(masked: Tensor, length: int) -> Tensor:
+    """The masked positions, bool [..., L], of the leftmost run of ``length`` positions that has one."""
+    parts = masked.unflatten(-1, (-1, length))
+    open_parts = parts.any(dim=-1)
+    first = open_parts & (open_parts.cumsum(dim=-1) == 1)
+    chosen: Tensor = parts & first[..., None]
+    return chosen.flatten(-2)
+
+
+def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
+    """``rule`` on the leftmost sub-block that has masks, until it is full: Fast-dLLM-v2's ``generate``."""
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        return rule.select(first_sub_block(masked, length), confidence)
+
+    bound = length if rule.max_commits is None else min(length, rule.max_commits)
+    return replace(rule, select=select, max_commits=bound, sub_block_length=length)
+
+
+RULES = ("static", "threshold", "factor", "sequential", "causal")
+"""``causal`` is the rule of an autoregressive run: the leftmost position, in a pass that sees its block causally."""
 
 
 def build_rule(cell: Cell) -> CommitRule:
     """The commit rule of a cell. Raises ValueError for an unknown decoder, or a setting missing or out of range."""
+    rule = replace(_base_rule(cell), confidence=cell.confidence)
+    if not cell.sub_block_length:
+        return rule
+    if cell.block_length % cell.sub_block_length:
+        raise ValueError(
+            f"sub_block_length {cell.sub_block_length} does not divide the block of {cell.block_length}"
+        )
+    return in_sub_blocks(rule, cell.sub_block_length)
+
+
+def _base_rule(cell: Cell) -> CommitRule:
+    if cell.decoder == "causal":
+        return replace(sequential(1), name="causal")
+    if cell.decoder == "sequential":
+        return sequential(cell.commits_per_step)
     if cell.decoder == "static":
         return static(cell.commits_per_step)
     if cell.decoder == "threshold":

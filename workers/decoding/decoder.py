@@ -12,7 +12,12 @@ With ``fused_commit`` the commit pass of a block and the first denoising pass of
 rows, counted once, as a denoising pass: a block reads the stored keys and values of the block before it within
 the pass, so tokens, path and bits stay. The last block's commit pass has no next block and stays a pass of its own.
 
-Source of the block loop, the prompt tail and the commit pass: ``generate.py`` of JetAstra/SDAR.
+Where a family *seeds*, the last row of a pass that stores gives the first token of the next block; that token is part
+of the pass, not a step, and is kept apart (``Generation.seeds``). Where its stop rule is ``prefix``, a sample ends as
+soon as a stop id has no mask before it: that is a property of the state, so drafted and serialized runs end alike.
+
+Source of the block loop, the prompt tail and the commit pass: ``generate.py`` of JetAstra/SDAR; of seeds and the stop
+inside a block: ``generate`` of Fast-dLLM-v2 (modeling.py) and of Nemotron-Labs-Diffusion.
 """
 
 from __future__ import annotations
@@ -27,13 +32,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.logits import choose
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
-from dlmgrid.workers.decoding.state import MASKED
+from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
 
 STOP_POLICIES = ("eos", "none")
 VERIFICATIONS = {"coupled": Stream.TOKEN, "uncoupled": Stream.DRAFT}
@@ -50,7 +57,9 @@ class Target(Protocol):
     max_length: int
     device: torch.device
 
-    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor: ...
+    def forward(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+    ) -> Tensor: ...
 
     def logits(self, rows: Tensor) -> Tensor: ...
 
@@ -72,6 +81,8 @@ class DecodeSettings:
     """Settings of a decode. ``stop_token_ids`` are ignored under the stop policy ``none``.
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
+    ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
+    pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
     """
 
     block_length: int
@@ -84,6 +95,11 @@ class DecodeSettings:
     verification: str = "coupled"
     stop: str = "eos"
     fused_commit: bool = False
+    shifted: bool = False
+    causal: bool = False
+    grid: BlockGrid = "absolute"
+    seed: Seed = "none"
+    stop_rule: StopRule = "block"
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +110,15 @@ class DecodeSettings:
             raise ValueError(f"stop {self.stop!r} is not one of {', '.join(STOP_POLICIES)}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
             raise ValueError("budget and temperature must not be negative, gen_length must be positive")
+        if self.fused_commit and self.seed != "none":
+            raise ValueError(
+                "fused_commit: the commit pass gives the next block's first token, nothing joins the two"
+            )
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids that end a sample under the stop policy."""
+        return self.stop_token_ids if self.stop == "eos" else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +146,10 @@ class Seconds:
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """One decoded sample. Steps are counted over the whole generation; positions are absolute."""
+    """One decoded sample. Steps are counted over the whole generation; positions are absolute.
+
+    ``seeds``: (position, token) of each block's first token that a storing pass gave.
+    """
 
     prompt: Prompt
     token_ids: list[int] = field(default_factory=list)
@@ -130,6 +158,7 @@ class Generation:
     margins: list[tuple[float, ...]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    seeds: list[tuple[int, int]] = field(default_factory=list)
     nfe_prefill: int = 0
     nfe_denoise: int = 0
     nfe_commit: int = 0
@@ -140,25 +169,34 @@ class Generation:
     seconds: Seconds = field(default_factory=Seconds)
 
 
-def canvas_length(prompt_tokens: int, gen_length: int, block_length: int) -> int:
-    """Tokens of the whole blocks that cover prompt and generation."""
+def canvas_length(
+    prompt_tokens: int, gen_length: int, block_length: int, grid: BlockGrid = "absolute"
+) -> int:
+    """Positions of the whole blocks that cover prompt and generation. Where blocks lie from the prompt's end on, the
+    prompt takes whole blocks of its own."""
+    if grid == "prompt":
+        return (-(-prompt_tokens // block_length) + -(-gen_length // block_length)) * block_length
     return -(-(prompt_tokens + gen_length) // block_length) * block_length
 
 
 class _Sample:
-    """A sample in flight: where it stands in its canvas."""
+    """A sample in flight: where it stands in its canvas. ``lead`` positions before its first fill a block up."""
 
     def __init__(self, prompt: Prompt, settings: DecodeSettings, slot: int) -> None:
         length = settings.block_length
+        num_tokens = len(prompt.token_ids)
         self.prompt = prompt
         self.slot = slot
         self.block_length = length
-        self.canvas = canvas_length(len(prompt.token_ids), settings.gen_length, length)
-        self.tokens = list(prompt.token_ids) + [MASKED] * (self.canvas - len(prompt.token_ids))
-        self.block_start = len(prompt.token_ids) // length * length
+        self.lead = -num_tokens % length if settings.grid == "prompt" else 0
+        self.canvas = canvas_length(num_tokens, settings.gen_length, length, settings.grid) - self.lead
+        self.tokens = list(prompt.token_ids) + [MASKED] * (self.canvas - num_tokens)
+        self.block_start = num_tokens if settings.grid == "prompt" else num_tokens // length * length
         self.key = settings.noise.key(prompt.item_id, prompt.repeat)
         self.needs_prefill = self.block_start > 0
         self.generation = Generation(prompt=prompt, batch_position=slot)
+        self._stops_inside = settings.stops if settings.stop_rule != "block" else ()
+        self._needs_step = settings.stop_rule == "prefix_commit"
 
     @property
     def block(self) -> list[int]:
@@ -173,15 +211,35 @@ class _Sample:
         return self.block_length - self.block.count(MASKED) - self.prompt_in_block
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether the block's state ends the sample: a stop id has no mask before it (stop rules ``prefix``).
+
+        Under ``prefix_commit`` the reference looks only after a step, so a seed alone ends nothing.
+        """
+        if not self._stops_inside or (self._needs_step and self.commit_count <= 1):
+            return False
+        for token in self.block[self.prompt_in_block :]:
+            if token == MASKED or token in self._stops_inside:
+                return token != MASKED
+        return False
+
+    @property
     def is_block_complete(self) -> bool:
-        return MASKED not in self.block
+        """Whether the block takes no more steps."""
+        return MASKED not in self.block or self.has_stopped
 
     @property
     def stored_span(self) -> tuple[int, int]:
         """First and last (exclusive) position that the next pass stores: the prompt's whole blocks, or the block."""
         if self.needs_prefill:
-            return 0, self.block_start
+            return -self.lead, self.block_start
         return self.block_start, self.block_start + self.block_length
+
+    @property
+    def stored_tokens(self) -> list[int]:
+        """The tokens of :attr:`stored_span`; masked where it is before the prompt."""
+        first, last = self.stored_span
+        return [MASKED] * max(0, -first) + self.tokens[max(0, first) : last]
 
 
 class Decoder:
@@ -214,7 +272,10 @@ class Decoder:
         """
         for prompt in prompts:
             canvas = canvas_length(
-                len(prompt.token_ids), self.settings.gen_length, self.settings.block_length
+                len(prompt.token_ids),
+                self.settings.gen_length,
+                self.settings.block_length,
+                self.settings.grid,
             )
             if not prompt.token_ids or canvas > self.target.max_length:
                 raise ValueError(
@@ -262,7 +323,7 @@ class Decoder:
         device, length = self.target.device, self.settings.block_length
         for sample, (first, last) in zip(storing, stored_spans, strict=True):
             tokens.append(
-                torch.tensor(sample.tokens[first:last], dtype=torch.int32, device=device).view(-1, length)
+                torch.tensor(sample.stored_tokens, dtype=torch.int32, device=device).view(-1, length)
             )
             starts.extend(range(first, last, length))
             slots.extend([sample.slot] * ((last - first) // length))
@@ -282,15 +343,22 @@ class Decoder:
             torch.tensor(slots, dtype=torch.int32, device=device),
             torch.tensor(starts, dtype=torch.int32, device=device),
             torch.arange(len(slots), device=device) < num_stored,
+            self.settings.causal,
         )
         verified = self._clock()
+        seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
         if tree is not None:
+            if self.settings.shifted:
+                hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
             self._walk(denoising, tree, hidden, first_segments)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:
             if id(sample) not in fused:
-                self._stored(sample)
+                self._stored(sample, seeds.get(id(sample)))
+        for sample in denoising:
+            if self.settings.stop_rule == "prefix" and sample.has_stopped:
+                self._finish(sample)
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
 
     def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -349,12 +417,20 @@ class Decoder:
             snapshots=self._snapshots,
             snapshot_rows=slots,
             on_step=on_step,
+            has_stopped=self._has_stopped(samples),
         )
         for sample, root, steps, nodes in zip(
             samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True
         ):
             sample.tokens[sample.block_start : sample.block_start + sample.block_length] = root
             self._account(sample, steps, nodes)
+
+    def _has_stopped(self, samples: list[_Sample]) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Which states int32 [A, L] of the samples int64 [A] end them, bool [A]; None where none does so early."""
+        if self.settings.stop_rule == "block" or not self.settings.stops:
+            return None
+        firsts = torch.tensor([s.prompt_in_block for s in samples], device=self.target.device)
+        return lambda active, states: stopped_states(states, self.settings.stops, firsts[active][:, None])
 
     @staticmethod
     def _account(sample: _Sample, steps: WalkedSteps, nodes: int) -> None:
@@ -368,25 +444,49 @@ class Decoder:
         generation.drafted_nodes += nodes - 1
         generation.nfe_denoise += 1
 
-    def _stored(self, sample: _Sample) -> None:
+    def _seeds(
+        self, storing: list[_Sample], spans: Sequence[tuple[int, int]], hidden: Tensor
+    ) -> dict[int, int]:
+        """The token after the last stored position of each sample, from the last row that its pass stored."""
+        if not storing:
+            return {}
+        sizes = torch.tensor([(last - first) // self.settings.block_length for first, last in spans])
+        rows = hidden[(sizes.cumsum(0) - 1).to(hidden.device), -1]
+        logits = self.target.logits(rows)
+        temperature = self.settings.temperature if self.settings.seed == "drawn" else 0.0
+        gumbel = None
+        if temperature > 0:
+            positions = torch.tensor([last for _, last in spans], dtype=torch.int64, device=hidden.device)
+            gumbel = self.settings.noise.rows(
+                torch.tensor([sample.key for sample in storing], dtype=torch.int64, device=hidden.device),
+                Stream.TOKEN,
+                positions,
+                torch.zeros_like(positions),
+                logits.shape[1],
+            )
+        tokens = choose(logits, temperature, gumbel).tokens.tolist()
+        return {id(sample): token for sample, token in zip(storing, tokens, strict=True)}
+
+    def _stored(self, sample: _Sample, seed: int | None) -> None:
         """After a pass that stored keys and values: the prompt is in, or a block is finished."""
         if sample.needs_prefill:
             sample.needs_prefill = False
             sample.generation.nfe_prefill += 1
-            return
-        sample.generation.nfe_commit += 1
-        if self._ends(sample):
-            self._finish(sample)
         else:
+            sample.generation.nfe_commit += 1
+            if self._ends(sample):
+                self._finish(sample)
+                return
             self._next_block(sample)
-
-    @property
-    def _stops(self) -> tuple[int, ...]:
-        return self.settings.stop_token_ids if self.settings.stop == "eos" else ()
+        if seed is not None and sample.tokens[sample.block_start] == MASKED:
+            sample.tokens[sample.block_start] = seed
+            sample.generation.seeds.append((sample.block_start, seed))
+            if self.settings.stop_rule == "prefix" and sample.has_stopped:
+                self._finish(sample)
 
     def _ends(self, sample: _Sample) -> bool:
         """Whether the sample's finished block is its last: it fills the canvas or holds a stop id."""
-        is_stopped = any(token in self._stops for token in sample.block[sample.prompt_in_block :])
+        is_stopped = any(token in self.settings.stops for token in sample.block[sample.prompt_in_block :])
         return is_stopped or sample.block_start + sample.block_length >= sample.canvas
 
     def _next_block(self, sample: _Sample) -> None:
@@ -394,7 +494,7 @@ class Decoder:
         self._new_block(sample)
 
     def _finish(self, sample: _Sample) -> None:
-        stops = self._stops
+        stops = self.settings.stops
         prompt_tokens = len(sample.prompt.token_ids)
         end = min(sample.block_start + sample.block_length, prompt_tokens + self.settings.gen_length)
         output = sample.tokens[prompt_tokens:end]

@@ -70,13 +70,16 @@ def compare(row: Mapping[str, Any], reference: Mapping[str, Any]) -> Verdict:
     steps = steps_of(row["commit_positions"], row["commit_tokens"], row["commit_steps"])
     expected = steps_of(reference["commit_positions"], reference["commit_tokens"], reference["commit_steps"])
     exact_tokens = list(row["token_ids"]) == list(reference["token_ids"])
-    exact_path = steps == expected
+    seeds, expected_seeds = _seeds_of(row), _seeds_of(reference)
+    exact_path = steps == expected and seeds == expected_seeds
     digests, expected_digests = list(row["step_digests"]), list(reference["step_digests"])
     exact_bits = exact_path and digests == expected_digests
     if exact_tokens and exact_path and exact_bits:
         return Verdict(exact_tokens=True, exact_path=True, exact_bits=True)
 
     step, position = _first_divergence(steps, expected, digests, expected_digests)
+    if step is None and seeds != expected_seeds:
+        position = min(at for at, _ in set(seeds) ^ set(expected_seeds))
     return Verdict(
         exact_tokens=exact_tokens,
         exact_path=exact_path,
@@ -85,6 +88,11 @@ def compare(row: Mapping[str, Any], reference: Mapping[str, Any]) -> Verdict:
         first_divergence_position=position,
         top2_margin=_margin_at(reference, step, position),
     )
+
+
+def _seeds_of(row: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The (position, token) pairs that a row's storing passes gave; rows of other families have none."""
+    return list(zip(row.get("seed_positions") or [], row.get("seed_tokens") or [], strict=True))
 
 
 def _first_divergence(

@@ -43,3 +43,12 @@ def state_hashes(states: Tensor) -> Tensor:
 def num_masked(states: Tensor) -> Tensor:
     """int64 [...]: positions still masked in states [..., L]."""
     return (states == MASKED).sum(dim=-1)
+
+
+def stopped_states(states: Tensor, stops: tuple[int, ...], first: Tensor | int = 0) -> Tensor:
+    """bool [...]: whether states int32 [..., L] hold one of ``stops`` at or after position ``first`` (an integer, or
+    int64 [..., 1]) with nothing masked before it."""
+    positions = torch.arange(states.shape[-1], device=states.device)
+    is_open = (states == MASKED).cumsum(dim=-1) == 0
+    is_stop = torch.isin(states, torch.tensor(stops, dtype=states.dtype, device=states.device))
+    return (is_stop & is_open & (positions >= first)).any(dim=-1)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
+from dlmgrid.workers.decoding.confidence import confidence_of
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
@@ -97,6 +98,7 @@ def walk(
     snapshots: Snapshots | None,
     snapshot_rows: Tensor,
     on_step: Callable[[SeenStep], None] | None = None,
+    has_stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[WalkedSteps]]:
     """Walk every sample's tree.
 
@@ -109,6 +111,8 @@ def walk(
             complete; None where no drafter reads them.
         snapshot_rows: int64 [S], the row of ``snapshots`` that belongs to each sample.
         on_step: is shown every transition; for recording a run.
+        has_stopped: maps samples int64 [A] and their states int32 [A, L] to whether the state ends the sample, bool
+            [A]; the walk stops there as the serialized run does.
 
     Raises:
         FloatingPointError: a confidence is NaN or infinite, so no commit has a meaning.
@@ -142,10 +146,14 @@ def walk(
         drawn = choose(logits, transition.temperature, gumbel)
         if not bool(torch.isfinite(drawn.probabilities).all()):
             raise FloatingPointError("the model's logits are not finite at a state of this item")
-        step = _step(transition.rule, states, drawn, row_of, position)
+        confidence = confidence_of(transition.rule.confidence, logits, transition.temperature, drawn)
+        step = _step(transition.rule, states, drawn, confidence, row_of, position)
         if transition.accepts_argmax and gumbel is not None:
             unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
-            argmax = _step(transition.rule, states, unperturbed, row_of, position)
+            confidence = confidence_of(
+                transition.rule.confidence, logits, transition.temperature, unperturbed
+            )
+            argmax = _step(transition.rule, states, unperturbed, confidence, row_of, position)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
@@ -172,6 +180,8 @@ def walk(
                     summarize(logits[rows], transition.temperature),
                 )
         walks_on = found >= 0
+        if has_stopped is not None:
+            walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
 
@@ -195,10 +205,15 @@ def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
     )
 
 
-def _step(rule: CommitRule, states: Tensor, choice: Choice, row_of: Tensor, position: Tensor) -> _Step:
-    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L]."""
-    confidence = torch.full(states.shape, -1.0, device=states.device)
-    confidence[row_of, position] = choice.probabilities
+def _step(
+    rule: CommitRule, states: Tensor, choice: Choice, of_rows: Tensor, row_of: Tensor, position: Tensor
+) -> _Step:
+    """Apply the commit rule to the tokens chosen at the masked positions of ``states`` int32 [A, L].
+
+    ``of_rows`` fp32 [R] are the confidences of the R rows.
+    """
+    confidence = torch.full(states.shape, -torch.inf, device=states.device)
+    confidence[row_of, position] = of_rows
     tokens = states.clone()
     tokens[row_of, position] = choice.tokens.to(torch.int32)
     masked = states == MASKED

@@ -129,7 +129,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
     raw = probabilities.expand(shape).gather(-1, two)
-    if temperature == 1:
+    if temperature == 1 or inputs.rule.confidence == "plain":
         confidence = raw[..., 0]
         unrounded = torch.where(two[..., 0] == 0, 1 - others, confidence.double())
     else:

@@ -140,7 +140,7 @@ def _expand(
     positions = torch.arange(length, device=masked.device)
     core_hashes = torch.where(core, commit_hashes(positions, core_tokens), 0).sum(dim=-1)
 
-    eligible = masked & ~core & (num_masked > step.sum(dim=-1))[..., None]
+    eligible = inputs.rule.eligible(masked & ~core) & (num_masked > step.sum(dim=-1))[..., None]
     log_q = order_model(core_tokens, eligible, prediction)
     base = (frontier.log_mass + core_log_probability)[..., None] + log_q
     base = torch.where(eligible, base, -torch.inf)
@@ -171,7 +171,7 @@ def _expand(
 
 def _without_weakest(step: Tensor, confidence: Tensor) -> Tensor:
     """The positions of a step but its last choice; empty for a step of one."""
-    scores = torch.where(step, confidence, torch.full_like(confidence, -1.0))
+    scores = torch.where(step, confidence, torch.full_like(confidence, -torch.inf))
     rank = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
     return step & (rank < step.sum(dim=-1, keepdim=True) - 1)
 

@@ -16,12 +16,15 @@ from torch import Tensor
 from dlmgrid.kernels.attention import plan_attention
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS, linear, linear_vendor
-from dlmgrid.kernels.rotary import rotary_tables
+from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
 from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
-from dlmgrid.workers.models.checkpoint import KEY_TILE, ModelConfig, check_checkpoint
-from dlmgrid.workers.models.sdar import PassInputs, SdarWeights, load_weights, run_layers
+from dlmgrid.workers.models.checkpoint import check_checkpoint
+from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
+from dlmgrid.workers.models.families import get_family
+from dlmgrid.workers.models.layers import PassInputs, run_layers
+from dlmgrid.workers.models.weights import ModelWeights, load_weights
 
 NUMERICS = ("exact", "fast")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,7 +42,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        weights: SdarWeights,
+        weights: ModelWeights,
         *,
         num_slots: int,
         max_length: int,
@@ -70,6 +73,9 @@ class Engine:
         self.dtype = dtype
         self.numerics = numerics
         self.block_length = config.block_length
+        family = get_family(config.family)
+        self._from_prompt = family.grid == "prompt"
+        self._token_causal = family.attention == "token_causal"
         plan = plan_memory(config, num_slots=num_slots, max_length=max_length, dtype=_name(dtype))
         budget = memory_budget_bytes
         if budget is None:
@@ -89,9 +95,7 @@ class Engine:
         with _memory_errors():
             self._keys = torch.zeros(shape, dtype=dtype, device=self.device)
             self._values = torch.zeros(shape, dtype=dtype, device=self.device)
-            self._cosines, self._sines = rotary_tables(
-                self.max_length, config.head_dim, config.rope_theta, self.device
-            )
+            self._cosines, self._sines = _rotary_tables(config, self.max_length, self.device)
         self._cached = [0] * num_slots
 
     @property
@@ -107,8 +111,14 @@ class Engine:
         """Forget what ``slot`` holds; the next sample starts at position 0."""
         self._cached[slot] = 0
 
-    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+    ) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
+
+        A family whose prefix is token-causal sees its own block causally where it stores, and with ``causal`` in every
+        segment; other families never do. Where blocks lie from the prompt's end on, a slot's block starts are equal
+        modulo L, and the first may be negative: positions below 0 hold nothing.
 
         ``tokens`` [N, L] int32 with -1 for masked; ``slots``, ``block_starts`` [N] int32; ``store`` [N] bool.
         Segments of one slot in ascending order of block may build on each other within the pass (a prefill; a
@@ -122,8 +132,10 @@ class Engine:
                 f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
                 f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
+        if causal and not self._token_causal:
+            raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
-        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights)
+        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights, causal)
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
 
@@ -155,6 +167,10 @@ class Engine:
             for name in ("qkv", "output", "gate_up", "down"):
                 self._test_linear(name, getattr(layer, name), generator)
             self._test_linear("head", self.weights.head, generator)
+            if (experts := self.weights.layers[-1].experts) is not None:
+                self._test_linear("router", experts.router, generator)
+                self._test_linear("expert gate_up", experts.gate_up[0], generator)
+                self._test_linear("expert down", experts.down[0], generator)
             blocks = torch.randint(0, self.config.vocab_size, (3, self.block_length, 1), generator=generator)
             check_row_invariance(
                 "first layers",
@@ -165,10 +181,10 @@ class Engine:
             raise InputError(f"numerics: exact does not hold here ({error}); use numerics: fast") from error
 
     def _test_linear(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, self.dtype)
+        rows = torch.randn(2, PANEL_ROWS, weight.shape[1], generator=generator).to(self.device, weight.dtype)
         check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
 
-    def _forward_rows(self, rows: Tensor, weights: SdarWeights) -> Tensor:
+    def _forward_rows(self, rows: Tensor, weights: ModelWeights) -> Tensor:
         """Blocks at position 0 that store nothing, through ``weights``: [rows, H]."""
         tokens = rows.view(-1, self.block_length)
         num = len(tokens)
@@ -181,7 +197,8 @@ class Engine:
         slots: Sequence[int],
         starts: Sequence[int],
         store: Sequence[bool],
-        weights: SdarWeights,
+        weights: ModelWeights,
+        causal: bool = False,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
         num, length = tokens.shape
@@ -196,6 +213,9 @@ class Engine:
         positions = torch.zeros(rows, dtype=torch.int64, device=self.device)
         offsets = torch.arange(length, device=self.device)
         positions[: num * length] = (self._ints(starts)[:, None] + offsets[None, :]).reshape(-1)
+        positions.clamp_(min=0)
+        leading = [self._leading(start) for start in starts]
+        on_grid = [start + lead for start, lead in zip(starts, leading, strict=True)]
         stored = [segment for segment, flag in enumerate(store) if flag]
         inputs = PassInputs(
             tokens=flat,
@@ -203,19 +223,39 @@ class Engine:
             block_length=length,
             cosines=self._cosines[positions],
             sines=self._sines[positions],
-            plan=plan_attention(slots, starts, length, self.device),
+            query_scale=self._query_scale(positions),
+            plan=plan_attention(
+                slots,
+                on_grid,
+                length,
+                self.device,
+                first_keys=leading if self._from_prompt else None,
+                causal=[causal or flag for flag in store] if self._token_causal else None,
+            ),
             stored=self._ints(stored),
             stored_slots=self._ints([slots[segment] for segment in stored]),
-            stored_starts=self._ints([starts[segment] for segment in stored]),
+            stored_starts=self._ints([on_grid[segment] for segment in stored]),
         )
         with _memory_errors():
             hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
         return hidden[: num * length].view(num, length, -1)
 
+    def _leading(self, start: int) -> int:
+        """Positions that move a block onto the grid: what a slot's buffer holds nothing at before position 0."""
+        return -start % self.block_length if self._from_prompt else 0
+
+    def _query_scale(self, positions: Tensor) -> Tensor | None:
+        scaling = self.config.query_scaling
+        if scaling is None:
+            return None
+        steps = torch.div(positions, scaling.original_length, rounding_mode="floor")
+        return 1 + scaling.beta * torch.log1p(steps.float())
+
     def _plan_cache(self, slots: Sequence[int], starts: Sequence[int], store: Sequence[bool]) -> list[int]:
         """The cached lengths after the pass; ValueError for a segment that cannot be run."""
         length = self.block_length
         cached = list(self._cached)
+        starts = [start + self._leading(start) for start in starts]
         for segment, (slot, start) in enumerate(zip(slots, starts, strict=True)):
             if not 0 <= slot < self.num_slots:
                 raise ValueError(f"segment {segment}: slot {slot}; the engine has {self.num_slots}")
@@ -242,6 +282,29 @@ class Engine:
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = config.rotary_dim or config.head_dim
+    yarn = config.yarn
+    if yarn is None:
+        return rotary_tables(num_positions, width, config.rope_theta, device)
+    frequencies = yarn_frequencies(
+        width,
+        config.rope_theta,
+        factor=yarn.factor,
+        original_length=yarn.original_length,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+    )
+    return rotary_tables(
+        num_positions,
+        width,
+        config.rope_theta,
+        device,
+        frequencies=frequencies,
+        scale=yarn.attention_factor,
+    )
 
 
 def load_engine(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.models.checkpoint import KEY_TILE, ModelConfig
+from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2}
 

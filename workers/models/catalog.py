@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.models.families import known_models
+
+__all__ = ["REFERENCE", "REFERENCE_FOLDER", "known_models", "resolve_checkpoint"]
 
 REFERENCE = "reference"
 REFERENCE_FOLDER = Path(__file__).parent / "reference"
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownModel:
-    """A published checkpoint. ``parameters`` counts weights, ``cache_bytes_per_token`` is for bf16."""
-
-    name: str
-    family: str
-    block_length: int
-    cache: str
-    parameters: int
-    cache_bytes_per_token: int
-    note: str = ""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights in bf16."""
-        return 2 * self.parameters
-
-
-def known_models() -> tuple[KnownModel, ...]:
-    """Checkpoints in the SDAR format: block caches are exact, every block is committed by its own pass.
-
-    Parameters of 4B and 8B equal the published index; those of 1.7B are the geometry's with an untied head,
-    its config.json decides at loading. The sources are in the design of JetAstra/SDAR; -b8 to -b64 variants
-    of a name differ in block length only.
-    """
-    return (
-        KnownModel(
-            name="JetLM/SDAR-1.7B-Chat",
-            family="sdar",
-            block_length=4,
-            cache="block (exact)",
-            parameters=2_031_739_904,
-            cache_bytes_per_token=4 * 28 * 8 * 128,
-            note="head tied or not as its config.json says",
-        ),
-        KnownModel(
-            name="JetLM/SDAR-4B-Chat",
-            family="sdar",
-            block_length=4,
-            cache="block (exact)",
-            parameters=4_411_424_256,
-            cache_bytes_per_token=4 * 36 * 8 * 128,
-        ),
-        KnownModel(
-            name="JetLM/SDAR-8B-Chat",
-            family="sdar",
-            block_length=4,
-            cache="block (exact)",
-            parameters=8_190_735_360,
-            cache_bytes_per_token=4 * 36 * 8 * 128,
-        ),
-    )
 
 
 def resolve_checkpoint(name: str, revision: str | None = None) -> Path:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import mmap
 import os
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from dlmgrid.workers.cache import cache_folder
@@ -57,11 +57,14 @@ def _compute(config: ModelConfig, entries: list[TensorEntry], tokenizer_files: l
 
 def _settings(config: ModelConfig) -> dict[str, object]:
     """Settings that change what is computed. The block length is a setting of the cell, not of the
-    weights.
+    weights. A setting that has a default counts where it differs from it.
     """
     values = asdict(config)
     for name in ("block_length", "torch_dtype", "max_position_embeddings"):
         del values[name]
+    for field in fields(config):
+        if field.default is not MISSING and values[field.name] == field.default:
+            del values[field.name]
     return values
 
 

@@ -4,15 +4,16 @@ shape without its weights. What they say is noise; acceptance measured on them m
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dlmgrid.workers.models.checkpoint import ModelConfig, expected_tensors
+from dlmgrid.workers.models.config import ExpertConfig, ModelConfig, QueryScaling, YarnScaling
+from dlmgrid.workers.models.families import get_family
+from dlmgrid.workers.models.layout import expected_tensors
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 """Special tokens of the tokenizer written here, at ids 256, 257, …; ids below are single bytes."""
-
-_NOT_IN_CONFIG = ("family", "qk_norm", "block_length", "stop_token_ids")
 
 
 def tiny_config(
@@ -53,6 +54,26 @@ def tiny_config(
     )
 
 
+def tiny_family_config(family: str, **settings: Any) -> ModelConfig:
+    """:func:`tiny_config` with the blocks that ``family`` uses: biases, experts, partial rotary, YaRN within reach."""
+    config = replace(tiny_config(qk_norm=family in ("sdar", "llada2"), **settings), family=family)
+    if family == "fast_dllm_v2":
+        return replace(config, qkv_bias=True)
+    if family == "nemotron":
+        return replace(
+            config,
+            yarn=YarnScaling(factor=4.0, original_length=16, beta_fast=4.0),
+            query_scaling=QueryScaling(beta=0.1, original_length=16),
+        )
+    if family == "llada2":
+        experts = ExpertConfig(
+            num_experts=16, num_chosen=4, num_groups=4, num_kept_groups=2, expert_size=32, shared_size=32,
+            routed_scale=2.5, first_layer=1,
+        )  # fmt: skip
+        return replace(config, rotary_dim=config.head_dim // 2, experts=experts)
+    return config
+
+
 def write_random_checkpoint(
     folder: Path, config: ModelConfig, *, seed: int = 0, num_shards: int = 1, scale: float = 0.08
 ) -> None:
@@ -86,12 +107,8 @@ def write_random_checkpoint(
 
 
 def config_json(config: ModelConfig) -> dict[str, object]:
-    """The config.json of a checkpoint with these settings."""
-    names = [field.name for field in fields(config) if field.name not in _NOT_IN_CONFIG]
-    values: dict[str, object] = {name: getattr(config, name) for name in names}
-    values |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "hidden_act": "silu"}
-    values |= {"block_size": config.block_length, "eos_token_id": list(config.stop_token_ids)}
-    return values
+    """The config.json of a checkpoint with these settings, as its family publishes it."""
+    return get_family(config.family).config_json(config)
 
 
 def write_byte_tokenizer(path: Path) -> None:

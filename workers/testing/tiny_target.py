@@ -50,8 +50,10 @@ class TinyTarget:
         self.pair = random_pair if pair is None else pair
         self.num_forwards = 0
 
-    def forward(self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor) -> Tensor:
-        """Logits [N, L, V] of states int32 [N, L]; they stand in for hidden rows."""
+    def forward(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+    ) -> Tensor:
+        """Logits [N, L, V] of states int32 [N, L]; they stand in for hidden rows. It has no causal mode."""
         self.num_forwards += 1
         filled = tokens != MASKED
         ids = tokens.clamp_min(0).long() % self.vocab_size

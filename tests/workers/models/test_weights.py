@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dlmgrid.workers.models.checkpoint import stream_tensors
-from dlmgrid.workers.models.sdar import load_weights, weights_from_tensors
 from dlmgrid.workers.models.synthetic import tiny_config, write_random_checkpoint
+from dlmgrid.workers.models.weights import load_weights, weights_from_tensors
 
 
 @pytest.mark.parametrize("tied", [False, True])
