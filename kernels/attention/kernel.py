@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def _step(queries, keys, values, present, scale, maximum, total, output):
-    """One key tile: keys [d, TILE], values [TILE, d], ``present`` [1, TILE] true where a key exists."""
+    """One key tile: keys [d, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen."""
     scores = tl.dot(queries, keys, input_precision="ieee") * scale
     scores = tl.where(present, scores, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -44,29 +44,31 @@ def _merge(maximum, total, output, next_maximum, next_total, next_output):
 
 @triton.jit
 def _cached_tiles(
-    queries, cached_keys, cached_values, tile_stride, first, stop, scale, maximum, total, output,
+    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, maximum, total, output,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Tiles first…stop that lie whole in the cache of one (slot, key head)."""
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
     inside = columns < WIDTH
-    present = (offsets >= 0)[None, :]
+    position = first * TILE + offsets
     keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
     values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
     for _ in range(first, stop):
         keys = tl.load(keys_at, mask=inside[:, None], other=0.0)
         values = tl.load(values_at, mask=inside[None, :], other=0.0)
+        present = (position >= first_key)[None, :]
         keys_at += tile_stride
         values_at += tile_stride
+        position += TILE
         maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
     return maximum, total, output
 
 
 @triton.jit
 def _own_tile(
-    queries, in_group, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
-    first_segment, kv_head, start, scale, maximum, total, output, own_stride, own_head_stride,
+    queries, in_group, in_block, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
+    first_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride, own_head_stride,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +83,9 @@ def _own_tile(
     block_at = start % TILE
     is_cached = offsets < block_at
     is_own = (offsets >= block_at) & (offsets < block_at + L)
-    present = (offsets < block_at + L)[None, :]
+    itself = block_at + in_block
+    present = (offsets < block_at + L)[None, :] & ((causal == 0) | (offsets[None, :] <= itself[:, None]))
+    present &= (start - block_at + offsets >= first_key)[None, :] | (offsets[None, :] == itself[:, None])
     position = tl.where(is_own, offsets - block_at, 0)
     last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
     for member in range(first_row // (L * GROUP), last_row // (L * GROUP) + 1):
@@ -135,14 +139,18 @@ def _rows_of_tile(
     num_group_rows = tl.load(entry + 2)
     slot = tl.load(entry + 3)
     start = tl.load(entry + 4)
+    first_key = tl.load(entry + 5)
+    causal = tl.load(entry + 6)
     row = first_row + tl.arange(0, ROWS)
     held = row < num_group_rows
     in_group = tl.minimum(row, num_group_rows - 1) // (L * GROUP)  # rows past the end follow the last segment
     within = row % (L * GROUP)
     segment = tl.load(segments + first_segment + in_group, mask=held, other=0)
-    packed = segment.to(tl.int64) * L + within // GROUP
+    in_block = within // GROUP
+    packed = segment.to(tl.int64) * L + in_block
     head = kv_head * GROUP + within % GROUP
-    return first_segment, first_row, num_group_rows, slot, start, held, in_group, packed, head
+    where = (first_segment, first_row, num_group_rows, slot, start, first_key, causal)
+    return where, (held, in_group, in_block, packed, head)
 
 
 @triton.jit
@@ -161,9 +169,9 @@ def attention_kernel(
     merged splits before the last in entry 0, the last split's in entry 1.
     """
     kv_head = tl.program_id(1)
-    first_segment, first_row, num_group_rows, slot, start, held, in_group, packed, head = _rows_of_tile(
-        tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS
-    )
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    held, in_group, in_block, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     queries = tl.load(
@@ -182,7 +190,7 @@ def attention_kernel(
             next_maximum, next_total, next_output = _empty(ROWS, PADDED_WIDTH)
             next_maximum, next_total, next_output = _cached_tiles(
                 queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-                (split + 1) * TILES_PER_SPLIT, scale, next_maximum, next_total, next_output,
+                (split + 1) * TILES_PER_SPLIT, first_key, scale, next_maximum, next_total, next_output,
                 WIDTH, PADDED_WIDTH, TILE,
             )  # fmt: skip
             maximum, total, output = _merge(maximum, total, output, next_maximum, next_total, next_output)
@@ -194,16 +202,17 @@ def attention_kernel(
     within_maximum, within_total, within_output = _empty(ROWS, PADDED_WIDTH)
     within_maximum, within_total, within_output = _cached_tiles(
         queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), scale, within_maximum, within_total, within_output,
+        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale,
+        within_maximum, within_total, within_output,
         WIDTH, PADDED_WIDTH, TILE,
     )  # fmt: skip
     if not BOUNDARY:
         if split == last_split:
             base = own_tile.to(tl.int64) * tile_stride
             within_maximum, within_total, within_output = _own_tile(
-                queries, in_group, num_group_rows, first_row, cached_keys + base, cached_values + base, k, v, k,
-                segments, first_segment, kv_head, start, scale, within_maximum, within_total, within_output,
-                own_stride, own_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
+                queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
+                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale, within_maximum,
+                within_total, within_output, own_stride, own_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
     if SEQUENTIAL and not BOUNDARY:
         maximum, total, output = _merge(maximum, total, output, within_maximum, within_total, within_output)
@@ -233,9 +242,9 @@ def merge_kernel(
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads): the splits of each row in ascending order."""
-    _, _, _, _, start, held, _, packed, head = _rows_of_tile(
-        tiles, segments, tl.program_id(0), tl.program_id(1), L, GROUP, FIELDS, ROWS
-    )
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), tl.program_id(1), L, GROUP, FIELDS, ROWS)
+    start = where[4]
+    held, _, _, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     state_row = packed * num_heads + head
@@ -280,9 +289,9 @@ def own_block_kernel(
 ):  # fmt: skip
     """Grid (row tiles, key heads): the own tile on top of the states that ``row_map`` points each row to."""
     kv_head = tl.program_id(1)
-    first_segment, first_row, num_group_rows, slot, start, held, in_group, packed, head = _rows_of_tile(
-        tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS
-    )
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    held, in_group, in_block, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     source = tl.load(row_map + packed, mask=held, other=0).to(tl.int64)
@@ -302,8 +311,8 @@ def own_block_kernel(
         slot.to(tl.int64) * slot_stride + kv_head * head_stride + (start // TILE).to(tl.int64) * tile_stride
     )
     maximum, total, output = _own_tile(
-        queries, in_group, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
-        segments, first_segment, kv_head, start, scale, maximum, total, output,
+        queries, in_group, in_block, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
+        segments, first_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
         own_stride, own_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
     )  # fmt: skip
     maximum, total, output = _merge(before_maximum, before_total, before_output, maximum, total, output)

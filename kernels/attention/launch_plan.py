@@ -19,6 +19,8 @@ PROGRAMS_THAT_FILL_A_GPU = 132
 class LaunchPlan:
     """The plan of one pass. Segments of one (slot, block start) are a group and share row tiles of ROWS rows.
 
+    ``first_keys`` and ``causal`` are those of ``reference.plan_attention``.
+
     Args:
         slots, block_starts: of the N segments.
         block_length: L.
@@ -28,7 +30,7 @@ class LaunchPlan:
     """
 
     ROWS: ClassVar[int] = 64
-    FIELDS: ClassVar[int] = 5
+    FIELDS: ClassVar[int] = 7
 
     def __init__(
         self,
@@ -36,16 +38,21 @@ class LaunchPlan:
         block_starts: Sequence[int],
         block_length: int,
         device: torch.device | str = "cpu",
+        *,
+        first_keys: Sequence[int] | None = None,
+        causal: Sequence[bool] | None = None,
     ) -> None:
         if not 1 <= block_length <= TILE_KEYS or TILE_KEYS % block_length:
             raise ValueError(f"block length {block_length} does not divide the key tile of {TILE_KEYS}")
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int, bool], list[int]] = {}
         for segment, (slot, start) in enumerate(zip(slots, block_starts, strict=True)):
             if start < 0 or start % block_length:
                 raise ValueError(
                     f"segment {segment}: block start {start} is not on the grid of {block_length}"
                 )
-            groups.setdefault((slot, start), []).append(segment)
+            first_key = first_keys[segment] if first_keys else 0
+            is_causal = bool(causal and causal[segment])
+            groups.setdefault((slot, start, first_key, is_causal), []).append(segment)
         self.block_length = block_length
         self.num_segments = len(block_starts)
         self.device = torch.device(device)
@@ -56,14 +63,18 @@ class LaunchPlan:
         self._tiles: dict[int, Tensor] = {}
 
     def tiles(self, group: int) -> Tensor:
-        """int32 [tiles, 5] for ``group`` query heads a key head: index into ``segments`` of the group's first
-        segment, first row of the tile in the group, rows of the group, slot, block start."""
+        """int32 [tiles, FIELDS] for ``group`` query heads a key head: index into ``segments`` of the group's first
+        segment, first row of the tile in the group, rows of the group, slot, block start,
+        first key, whether causal."""
         if group not in self._tiles:
             entries = []
             first = 0
-            for (slot, start), members in self._groups.items():
+            for (slot, start, first_key, is_causal), members in self._groups.items():
                 num_rows = len(members) * self.block_length * group
-                entries.extend((first, row, num_rows, slot, start) for row in range(0, num_rows, self.ROWS))
+                entries.extend(
+                    (first, row, num_rows, slot, start, first_key, is_causal)
+                    for row in range(0, num_rows, self.ROWS)
+                )
                 first += len(members)
             table = torch.tensor(entries, dtype=torch.int32).view(-1, self.FIELDS)
             self._tiles[group] = table.to(self.device)

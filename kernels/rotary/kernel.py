@@ -25,7 +25,7 @@ from dlmgrid.kernels.triton_support import (
 @triton.jit
 def _norm_rotary_kernel(
     x, weight, cosines, sines, positions, out, x_stride, x_head_stride, num_heads, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads)."""
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +43,10 @@ def _norm_rotary_kernel(
         weights = weight + head * WIDTH
         values = values * scale * tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
         others = others * scale * tl.load(weights + partner, mask=inside, other=0.0).to(tl.float32)
-    angle = tl.load(positions + row).to(tl.int64) * HALF + columns % HALF
+    position = row
+    if HAS_POSITIONS:
+        position = tl.load(positions + row).to(tl.int64)
+    angle = position * HALF + columns % HALF
     cosine = tl.load(cosines + angle, mask=is_turned, other=1.0)
     sine = tl.load(sines + angle, mask=is_turned, other=0.0)
     turned = values * cosine + tl.where(is_low, -others, others) * sine
@@ -56,14 +59,14 @@ def norm_rotary(
     weight: Tensor | None,
     cosines: Tensor,
     sines: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     eps: float,
 ) -> Tensor:
     """``x`` [R, heads, d] normalised by head (``weight`` [heads, d], or None) and turned: [R, heads, d], same dtype.
 
     Args:
         cosines, sines: fp32 [P, r/2], the tables of ``rotary_tables``.
-        positions: int64 [R], rows of the tables.
+        positions: int64 [R], rows of the tables; None: row r of ``x`` takes row r.
 
     Raises:
         ValueError: shapes, types, strides or devices that do not fit.
@@ -73,7 +76,10 @@ def norm_rotary(
         raise ValueError(f"norm_rotary: x {tuple(x.shape)} does not fit tables {tuple(cosines.shape)}")
     if weight is not None and weight.shape != x.shape[1:]:
         raise ValueError(f"norm_rotary: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
-    if positions.shape != x.shape[:1] or positions.dtype != torch.int64:
+    if positions is None:
+        if cosines.shape[0] < x.shape[0]:
+            raise ValueError(f"norm_rotary: {x.shape[0]} rows, tables of {cosines.shape[0]}")
+    elif positions.shape != x.shape[:1] or positions.dtype != torch.int64:
         raise ValueError(f"norm_rotary: positions {tuple(positions.shape)} {positions.dtype}; want int64 [R]")
     if not (
         cosines.dtype == sines.dtype == torch.float32 and cosines.is_contiguous() and sines.is_contiguous()
@@ -88,7 +94,9 @@ def norm_rotary(
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
     if rows:
         _norm_rotary_kernel[(rows, heads)](
-            x, x if weight is None else weight, cosines, sines, positions, out, x.stride(0), x.stride(1), heads, eps,
-            WIDTH=width, PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None, num_warps=1,
+            x, x if weight is None else weight, cosines, sines, x if positions is None else positions, out,
+            x.stride(0), x.stride(1), heads, eps,
+            WIDTH=width, PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None,
+            HAS_POSITIONS=positions is not None, num_warps=1,
         )  # fmt: skip
     return out
