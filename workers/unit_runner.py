@@ -133,7 +133,9 @@ class UnitRunner:
         prompts, rows = self._prompts(unit, encoder, config)
         engine = self._load(unit, config, prompts.values(), max_in_flight)
         settings = decode_settings(cell, engine, profiled=unit.profiled)
-        decoder = Decoder(engine, build_drafter(cell, unit.drafter_path), settings, recorder)
+        decoder = Decoder(
+            engine, build_drafter(cell, unit.drafter_path), settings, recorder, engine.logits_pass
+        )
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)
         for key, generation in generations.items():
@@ -245,6 +247,7 @@ class UnitRunner:
                 device=self.device,
                 dtype=cell.dtype,
                 numerics=cell.numerics,
+                kernels=cell.kernels,
             )
             self._engine_key = key
         else:
@@ -303,6 +306,7 @@ def _with_room(engine: Engine, num_slots: int, max_length: int) -> Engine:
         device=str(engine.device),
         dtype=engine.dtype,
         numerics=engine.numerics,
+        kernels=engine.kernels,
     )
 
 

@@ -69,6 +69,7 @@ def _cached_tiles(
 def _own_tile(
     queries, in_group, in_block, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
     first_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride, own_head_stride,
+    value_stride, value_head_stride,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +95,7 @@ def _own_tile(
         if MAPPED:
             own_row = tl.load(row_map + own_row, mask=is_own, other=0).to(tl.int64)
         own_at = own_row * own_stride + kv_head * own_head_stride
+        own_values_at = own_row * value_stride + kv_head * value_head_stride
         cache_at = offsets * WIDTH
         key_tile = tl.load(
             cached_keys + cache_at[None, :] + columns[:, None],
@@ -107,7 +109,9 @@ def _own_tile(
             mask=is_cached[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
         own_values = tl.load(
-            values + own_at[:, None] + columns[None, :], mask=is_own[:, None] & inside[None, :], other=0.0
+            values + own_values_at[:, None] + columns[None, :],
+            mask=is_own[:, None] & inside[None, :],
+            other=0.0,
         )
         key_tile = tl.where(is_own[None, :], own_keys, key_tile)
         value_tile = tl.where(is_own[:, None], own_values, value_tile)
@@ -156,7 +160,8 @@ def _rows_of_tile(
 @triton.jit
 def attention_kernel(
     q, k, v, key_cache, value_cache, out, log_sums, state_max, state_total, state_out, tiles, segments,
-    q_stride, q_head_stride, own_stride, own_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
+    q_stride, q_head_stride, own_stride, own_head_stride,
+    value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
@@ -211,8 +216,10 @@ def attention_kernel(
             base = own_tile.to(tl.int64) * tile_stride
             within_maximum, within_total, within_output = _own_tile(
                 queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
-                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale, within_maximum,
-                within_total, within_output, own_stride, own_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
+                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale,
+                within_maximum, within_total, within_output, own_stride, own_head_stride,
+    value_stride, value_head_stride,
+                L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
     if SEQUENTIAL and not BOUNDARY:
         maximum, total, output = _merge(maximum, total, output, within_maximum, within_total, within_output)
@@ -282,7 +289,8 @@ def merge_kernel(
 @triton.jit
 def own_block_kernel(
     q, k, v, key_cache, value_cache, row_map, state_max, state_total, state_out, out, log_sums, tiles, segments,
-    q_stride, q_head_stride, own_stride, own_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
+    q_stride, q_head_stride, own_stride, own_head_stride,
+    value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     FIELDS: tl.constexpr, ROWS: tl.constexpr,
@@ -313,7 +321,8 @@ def own_block_kernel(
     maximum, total, output = _own_tile(
         queries, in_group, in_block, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
         segments, first_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
-        own_stride, own_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
+        own_stride, own_head_stride,
+    value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
     )  # fmt: skip
     maximum, total, output = _merge(before_maximum, before_total, before_output, maximum, total, output)
     result_row = packed * num_heads + head

@@ -118,8 +118,7 @@ def attend_block(
         Output [N, L, Hq, d] and log-sum-exp [N, L, Hq]. Where ``row_map`` is the identity these are the bits of
         :func:`block_attention`. Raises ValueError as it does.
     """
-    packed = [tensor[None] for tensor in (queries, keys, values)]
-    _, num_packed, num_heads, width = _check(*packed, key_cache, value_cache)
+    _, num_packed, num_heads, width = _check(queries[None], keys[None], values[None], key_cache, value_cache)
     num, length = row_map.shape
     _check_plan(num, length, plan)
     if boundary.maximum.shape != (2, num_packed, num_heads) or row_map.dtype != torch.int32:
@@ -134,6 +133,7 @@ def attend_block(
         own_block_kernel[(plan.num_tiles(group), keys.shape[1])](
             queries, keys, values, key_cache, value_cache, row_map.contiguous(), *boundary, out, log_sums,
             plan.tiles(group), plan.segments, queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1),
+            values.stride(0), values.stride(1),
             *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
             num_packed * num_heads, **_sizes(length, group, width, plan), FIELDS=plan.FIELDS, **_options(queries),
         )  # fmt: skip
@@ -181,11 +181,11 @@ def _launch(
     sums = log_sums if log_sums is not None else queries
     sizes = _sizes(length, group, width, plan)
     common = {"TILES_PER_SPLIT": TILES_PER_SPLIT, "FIELDS": plan.FIELDS, "BOUNDARY": boundary is not None}
-    flat_q, flat_own = queries.flatten(0, 1), own.flatten(0, 1)
+    strides = [stride for tensor in (queries, own, own_values) for stride in tensor.stride()[1:3]]
     attention_kernel[(num_tiles, num_kv_heads, 1 if sequential else plan.num_splits)](
         queries, own, own_values, key_cache, value_cache, result, sums, *split_states,
-        plan.tiles(group), plan.segments, flat_q.stride(0), flat_q.stride(1), flat_own.stride(0),
-        flat_own.stride(1), *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
+        plan.tiles(group), plan.segments, *strides,
+        *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
         num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries),
     )  # fmt: skip
     if not sequential:
@@ -237,12 +237,10 @@ def _check(
         )
     if len({t.dtype for t in (queries, keys, values, key_cache, value_cache) if t is not None}) > 1:
         raise ValueError("block_attention: queries, keys, values and caches must be of one type")
-    if keys is not None and values is not None and keys.stride() != values.stride():
-        raise ValueError(f"block_attention: keys have strides {keys.stride()}, values {values.stride()}")
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
         if not tensor.is_contiguous():
             raise ValueError(f"block_attention: {name} must be contiguous, its strides are {tensor.stride()}")
-    for name, own in (("queries", queries), ("keys", keys)):
+    for name, own in (("queries", queries), ("keys", keys), ("values", values)):
         if own is not None and num and own.stride(0) != length * own.stride(1):
             raise ValueError(
                 f"block_attention: {name} have strides {own.stride()}; rows must be evenly spaced"

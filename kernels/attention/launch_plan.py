@@ -67,7 +67,7 @@ class LaunchPlan:
         segment, first row of the tile in the group, rows of the group, slot, block start,
         first key, whether causal."""
         if group not in self._tiles:
-            entries = []
+            entries: list[tuple[int, ...]] = []
             first = 0
             for (slot, start, first_key, is_causal), members in self._groups.items():
                 num_rows = len(members) * self.block_length * group

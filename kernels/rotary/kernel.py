@@ -24,25 +24,26 @@ from dlmgrid.kernels.triton_support import (
 
 @triton.jit
 def _norm_rotary_kernel(
-    x, weight, cosines, sines, positions, out, x_stride, x_head_stride, num_heads, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    x, weight, cosines, sines, positions, out, x_stride, x_head_stride, eps,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, heads)."""
+    """Grid (rows): all heads of a row."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    columns = tl.arange(0, PADDED)
-    inside = columns < WIDTH
+    heads = tl.arange(0, PADDED_HEADS)[:, None]
+    columns = tl.arange(0, PADDED)[None, :]
+    held = (heads < HEADS) & (columns < WIDTH)
     is_low = columns < HALF
     is_turned = columns < 2 * HALF
     partner = tl.where(is_low, columns + HALF, tl.where(is_turned, columns - HALF, columns))
-    at = x + row * x_stride + head * x_head_stride
-    values = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
+    at = x + row * x_stride + heads * x_head_stride
+    values = tl.load(at + columns, mask=held, other=0.0).to(tl.float32)
+    others = tl.load(at + partner, mask=held, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / WIDTH + eps)
-        weights = weight + head * WIDTH
-        values = values * scale * tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
-        others = others * scale * tl.load(weights + partner, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+        weights = weight + heads * WIDTH
+        values = values * scale[:, None] * tl.load(weights + columns, mask=held, other=0.0).to(tl.float32)
+        others = others * scale[:, None] * tl.load(weights + partner, mask=held, other=0.0).to(tl.float32)
     position = row
     if HAS_POSITIONS:
         position = tl.load(positions + row).to(tl.int64)
@@ -51,7 +52,7 @@ def _norm_rotary_kernel(
     sine = tl.load(sines + angle, mask=is_turned, other=0.0)
     turned = values * cosine + tl.where(is_low, -others, others) * sine
     result = tl.where(is_turned, turned, values)
-    tl.store(out + (row * num_heads + head) * WIDTH + columns, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + (row * HEADS + heads) * WIDTH + columns, result.to(out.dtype.element_ty), mask=held)
 
 
 def norm_rotary(
@@ -93,10 +94,10 @@ def norm_rotary(
     rows, heads, width = x.shape
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
     if rows:
-        _norm_rotary_kernel[(rows, heads)](
+        _norm_rotary_kernel[(rows,)](
             x, x if weight is None else weight, cosines, sines, x if positions is None else positions, out,
-            x.stride(0), x.stride(1), heads, eps,
-            WIDTH=width, PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None,
-            HAS_POSITIONS=positions is not None, num_warps=1,
+            x.stride(0), x.stride(1), eps, HEADS=heads, PADDED_HEADS=power_of_two(heads), WIDTH=width,
+            PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None,
+            HAS_POSITIONS=positions is not None, num_warps=8,
         )  # fmt: skip
     return out

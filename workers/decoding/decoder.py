@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import choose
+from dlmgrid.kernels.logits import LogitsPass, choose
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
@@ -249,15 +249,22 @@ class Decoder:
         target: the model's engine; its slots bound the samples in flight.
         drafter: proposes states; asked only where the budget is positive.
         recorder: is shown every step, when given.
+        logits_pass: noise, choice, summary and digest of a row in one pass, where the kernels have one.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, settings: DecodeSettings, recorder: Recorder | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        settings: DecodeSettings,
+        recorder: Recorder | None = None,
+        logits_pass: Callable[..., LogitsPass] | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.settings = settings
         self.recorder = recorder
+        self._logits_pass = logits_pass
         self.drafts = settings.budget > 0
         device, length = target.device, settings.block_length
         self._snapshots = Snapshots(target.num_slots, length, device) if self.drafts else None
@@ -407,6 +414,7 @@ class Decoder:
                 temperature=self.settings.temperature,
                 noise=self.settings.noise,
                 accepts_argmax=self.settings.verification == GREEDY_MATCH,
+                logits_pass=self._logits_pass,
             ),
             hidden=hidden,
             first_segment=torch.tensor(first_segments, dtype=torch.int64, device=hidden.device),

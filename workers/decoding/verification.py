@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, Summary, choose, row_digests, summarize
+from dlmgrid.kernels.logits import Choice, LogitsPass, Summary, choose, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.confidence import confidence_of
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
@@ -43,12 +43,14 @@ class TransitionRule:
     """Everything T(state) depends on besides the logits.
 
     ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
+    ``logits_pass``: one pass for choice, summary and digest of each row; None: the twins, each where it is needed.
     """
 
     rule: CommitRule
     temperature: float
     noise: NoiseTable
     accepts_argmax: bool = False
+    logits_pass: Callable[..., LogitsPass] | None = None
 
 
 @dataclass(slots=True)
@@ -134,22 +136,23 @@ def walk(
         row_of, position = masked.nonzero(as_tuple=True)
         logits = head.logits(hidden[first_segment[active] + node][masked])
         counts = commit_counts[active] + root_masked[active] - num_masked(states)
-        gumbel = None
-        if transition.temperature > 0:
-            gumbel = transition.noise.rows(
-                keys[active][row_of],
-                Stream.TOKEN,
-                block_starts[active][row_of] + position,
-                counts[row_of],
-                logits.shape[1],
-            )
-        drawn = choose(logits, transition.temperature, gumbel)
+        noise_of = (keys[active][row_of], block_starts[active][row_of] + position, counts[row_of])
+        gumbel, passed = None, None
+        if transition.logits_pass is not None:
+            row_keys, positions, row_counts = noise_of
+            draws = transition.noise.draw_indices(row_counts)
+            noise = (row_keys, int(Stream.TOKEN), positions, draws) if transition.temperature > 0 else None
+            passed = transition.logits_pass(logits, transition.temperature, noise=noise)
+        elif transition.temperature > 0:
+            row_keys, positions, row_counts = noise_of
+            gumbel = transition.noise.rows(row_keys, Stream.TOKEN, positions, row_counts, logits.shape[1])
+        drawn = passed.choice if passed is not None else choose(logits, transition.temperature, gumbel)
         if not bool(torch.isfinite(drawn.probabilities).all()):
             raise FloatingPointError("the model's logits are not finite at a state of this item")
         confidence = confidence_of(transition.rule.confidence, logits, transition.temperature, drawn)
         step = _step(transition.rule, states, drawn, confidence, row_of, position)
-        if transition.accepts_argmax and gumbel is not None:
-            unperturbed = choose(logits, transition.temperature, torch.zeros_like(gumbel))
+        if transition.accepts_argmax and transition.temperature > 0:
+            unperturbed = choose(logits, transition.temperature, torch.zeros_like(logits))
             confidence = confidence_of(
                 transition.rule.confidence, logits, transition.temperature, unperturbed
             )
@@ -159,13 +162,13 @@ def walk(
         else:
             found = tree.find(active, step.following)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
-            0, row_of, commit_hashes(position, row_digests(logits))
+            0, row_of, commit_hashes(position, row_digests(logits) if passed is None else passed.digests)
         )
         _record(steps, active, step, digests)
 
         following = step.following
         if on_step is not None:
-            summary = summarize(logits, transition.temperature)
+            summary = summarize(logits, transition.temperature) if passed is None else passed.summary
             on_step(SeenStep(active, states, following, counts, row_of, position, summary))
         roots[active] = following
         if snapshots is not None:
@@ -177,7 +180,9 @@ def walk(
                     masked[ends],
                     snapshot_rows[active][row_of[rows]],
                     position[rows],
-                    summarize(logits[rows], transition.temperature),
+                    summarize(logits[rows], transition.temperature)
+                    if passed is None
+                    else Summary(*(part[rows] for part in passed.summary)),
                 )
         walks_on = found >= 0
         if has_stopped is not None:

@@ -5,7 +5,7 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import plan_attention
 from dlmgrid.kernels.embedding import MASKED
-from dlmgrid.kernels.gemm import PANEL_ROWS, linear, linear_vendor
+from dlmgrid.kernels.gemm import PANEL_ROWS
+from dlmgrid.kernels.logits import LogitsPass
+from dlmgrid.kernels.operators import load_operators
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
+from dlmgrid.kernels.triton_support import KernelsUnavailableError
 from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
 from dlmgrid.workers.models.checkpoint import check_checkpoint
@@ -49,6 +51,7 @@ class Engine:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         numerics: str = "exact",
+        kernels: str = "torch",
         memory_budget_bytes: int | None = None,
     ) -> None:
         """Allocate the buffers. ``max_length`` counts prompt and canvas, rounded up to whole key tiles.
@@ -83,7 +86,19 @@ class Engine:
             budget = None if free is None else free + plan.weight_bytes  # the weights are already there
         if budget is not None:
             check_memory(plan, budget, num_slots=num_slots, max_length=max_length)
-        self._linear = linear if numerics == "exact" else linear_vendor
+        self.kernels = kernels
+        try:
+            self.operators = load_operators(
+                kernels,
+                numerics,
+                self.device,
+                dtype,
+                head_dim=config.head_dim,
+                vocab_size=weights.head.shape[0],
+            )
+        except KernelsUnavailableError as error:
+            raise InputError(str(error)) from error
+        self._linear = self.operators.linear
         shape = (
             config.num_hidden_layers,
             num_slots,
@@ -150,6 +165,11 @@ class Engine:
         logits[:, self.config.vocab_size :] = -torch.inf
         logits[:, self.config.mask_token_id] = -torch.inf
         return logits
+
+    @property
+    def logits_pass(self) -> Callable[..., LogitsPass] | None:
+        """The one pass over the logits that the kernels have; None where the twins work apart."""
+        return None if self.kernels == "torch" else self.operators.logits_pass
 
     @torch.no_grad()
     def self_test(self) -> None:
@@ -224,7 +244,7 @@ class Engine:
             cosines=self._cosines[positions],
             sines=self._sines[positions],
             query_scale=self._query_scale(positions),
-            plan=plan_attention(
+            plan=self.operators.plan_attention(
                 slots,
                 on_grid,
                 length,
@@ -237,7 +257,7 @@ class Engine:
             stored_starts=self._ints([on_grid[segment] for segment in stored]),
         )
         with _memory_errors():
-            hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
+            hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
         return hidden[: num * length].view(num, length, -1)
 
     def _leading(self, start: int) -> int:
@@ -315,6 +335,7 @@ def load_engine(
     device: str = "cpu",
     dtype: str = "float32",
     numerics: str = "exact",
+    kernels: str = "torch",
     block_length: int | None = None,
     memory_budget_bytes: int | None = None,
     self_test: bool = True,
@@ -322,7 +343,7 @@ def load_engine(
     """Check a checkpoint folder, load it on ``device`` and make an engine for it.
 
     Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or
-    where weights and buffers do not fit.
+    where weights and buffers do not fit. ``kernels``: ``torch`` or ``triton`` (kernels/operators).
     """
     config = check_checkpoint(folder, block_length)
     if dtype not in DTYPES:
@@ -341,6 +362,7 @@ def load_engine(
         device=device,
         dtype=DTYPES[dtype],
         numerics=numerics,
+        kernels=kernels,
         memory_budget_bytes=memory_budget_bytes,
     )
     if self_test and engine.device.type == "cpu":

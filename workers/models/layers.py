@@ -7,23 +7,17 @@ Hq / Hkv query and key heads, d head width, r rotated dimensions of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from dlmgrid.kernels.attention import AttentionPlan, block_attention, write_cache
-from dlmgrid.kernels.embedding import embed
+from dlmgrid.kernels.attention import write_cache
 from dlmgrid.kernels.gemm import pad_rows
-from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
-from dlmgrid.kernels.rotary import apply_rotary
-from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.kernels.operators import Operators
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.experts import run_experts
 from dlmgrid.workers.models.weights import LayerWeights, ModelWeights
-
-Linear = Callable[..., Tensor]
-"""Maps (rows [R, K], weight [N, K], bias [N] or None) to [R, N]: kernels/gemm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +30,7 @@ class PassInputs:
     cosines: Tensor  # [R, r / 2]
     sines: Tensor  # [R, r / 2]
     query_scale: Tensor | None = None  # [R] fp32
-    plan: AttentionPlan
+    plan: Any  # of the operators that run the pass
     stored: Tensor  # [n] int64: segments that write their keys and values
     stored_slots: Tensor  # [n] int64
     stored_starts: Tensor  # [n] int64
@@ -48,24 +42,31 @@ def run_layers(
     inputs: PassInputs,
     key_cache: Tensor,
     value_cache: Tensor,
-    linear: Linear,
+    operators: Operators,
 ) -> Tensor:
     """Hidden states after the final norm, [R, H] in the weights' dtype.
 
     The caches are [layers, slots, tiles, Hkv, tile, d]. In every layer the segments that store write their
     keys and values first, so a later block of the same pass attends to them.
     """
-    hidden = embed(inputs.tokens, weights.embedding, config.mask_token_id)
+    hidden = operators.embed(inputs.tokens, weights.embedding, config.mask_token_id)
     for index, layer in enumerate(weights.layers):
-        normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        attended = _attend(config, layer, normed, inputs, key_cache[index], value_cache[index], linear)
-        hidden = linear(attended, layer.output).add_(hidden)
-        normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-        mlp = linear(silu_gate(linear(normed, layer.gate_up)), layer.down)
-        if layer.experts is not None and config.experts is not None:
-            mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, linear))
-        hidden = mlp.add_(hidden)
-    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+        normed = operators.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        attended = _attend(config, layer, normed, inputs, key_cache[index], value_cache[index], operators)
+        hidden = operators.linear_residual(attended, layer.output, hidden)
+        hidden = run_mlp(config, layer, hidden, operators)
+    return operators.rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+
+
+def run_mlp(config: ModelConfig, layer: LayerWeights, hidden: Tensor, operators: Operators) -> Tensor:
+    """``hidden`` [R, H] with the output of the layer's second half added."""
+    normed = operators.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+    inner = operators.linear_silu_gate(normed, layer.gate_up)
+    if layer.experts is None or config.experts is None:
+        return operators.linear_residual(inner, layer.down, hidden)
+    mlp = operators.linear(inner, layer.down)
+    mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, operators.linear))
+    return mlp.add_(hidden)
 
 
 def _attend(
@@ -75,26 +76,34 @@ def _attend(
     inputs: PassInputs,
     key_cache: Tensor,
     value_cache: Tensor,
-    linear: Linear,
+    operators: Operators,
 ) -> Tensor:
     """Attention of one layer for ``normed`` [R, H]: [R, Hq d] before the output projection."""
-    num_heads, num_kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rows = normed.shape[0]
-    heads = linear(normed, layer.qkv, layer.qkv_bias).view(rows, num_heads + 2 * num_kv_heads, width)
-    turned, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    if layer.head_norm is not None:
-        turned = head_rms_norm(turned, layer.head_norm, config.rms_norm_eps)
-    turned = apply_rotary(turned, inputs.cosines, inputs.sines)
-
+    num_heads, width = config.num_attention_heads, config.head_dim
+    turned, values = project_heads(config, layer, normed, inputs, operators)
     num, length = inputs.num_segments, inputs.block_length
-    if inputs.query_scale is not None:
-        scaled = turned[:, :num_heads].float() * inputs.query_scale[:, None, None]
-        turned[:, :num_heads] = scaled.to(turned.dtype)
     turned = turned[: num * length].unflatten(0, (num, length))
     queries, keys = turned[:, :, :num_heads], turned[:, :, num_heads:]
     values = values[: num * length].unflatten(0, (num, length))
     if len(inputs.stored):
         write_cache(key_cache, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
         write_cache(value_cache, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-    output, _ = block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
+    output, _ = operators.block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
     return pad_rows(output.reshape(num * length, num_heads * width))
+
+
+def project_heads(
+    config: ModelConfig, layer: LayerWeights, normed: Tensor, inputs: PassInputs, operators: Operators
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys [R, Hq + Hkv, d], normed, turned and scaled as the model has it, and values [R, Hkv, d]."""
+    num_heads, num_kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows = normed.shape[0]
+    heads = operators.linear(normed, layer.qkv, layer.qkv_bias).view(
+        rows, num_heads + 2 * num_kv_heads, width
+    )
+    turned, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    turned = operators.norm_rotary(turned, layer.head_norm, inputs.cosines, inputs.sines, config.rms_norm_eps)
+    if inputs.query_scale is not None:
+        scaled = turned[:, :num_heads].float() * inputs.query_scale[:, None, None]
+        turned[:, :num_heads] = scaled.to(turned.dtype)
+    return turned, values
