@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.attention.boundary import Boundary
 from dlmgrid.kernels.attention.kernel import (
     attention_kernel,
     merge_kernel,
@@ -23,18 +22,6 @@ from dlmgrid.kernels.triton_support import (
 
 HEAD_WIDTHS = (64, 80, 96, 128, 192)
 """Head widths that are tested; others are refused."""
-
-
-class Boundary(NamedTuple):
-    """Online-softmax states of R rows before the tile that holds their block, [2, R, Hq] fp32 (outputs [2, R, Hq, d]).
-
-    Entry 0: the splits before the last one, merged. Entry 1: the last split's tiles before the own one. Of an empty
-    part the maximum is -inf, the total 0, the output 0.
-    """
-
-    maximum: Tensor
-    total: Tensor
-    output: Tensor
 
 
 def block_attention(

@@ -5,10 +5,12 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
 from dlmgrid.kernels.triton_support import KernelsUnavailableError
 from dlmgrid.workers.engine.memory import available_memory, check_memory, padded_length, plan_memory
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
+from dlmgrid.workers.folding.fold import FoldBranches, FoldReport, FoldSettings
+from dlmgrid.workers.folding.layers import Folding, run_folded_layers
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
@@ -112,6 +116,7 @@ class Engine:
             self._values = torch.zeros(shape, dtype=dtype, device=self.device)
             self._cosines, self._sines = _rotary_tables(config, self.max_length, self.device)
         self._cached = [0] * num_slots
+        self.fold_report: FoldReport | None = None
 
     @property
     def vocab_padded(self) -> int:
@@ -127,9 +132,18 @@ class Engine:
         self._cached[slot] = 0
 
     def forward(
-        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, store: Tensor, causal: bool = False
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        block_starts: Tensor,
+        store: Tensor,
+        causal: bool = False,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
+
+        ``fold``: SpecFold's settings and the fold parent of each segment (-1: never folded); ``fold_report`` then says
+        what the pass recomputed.
 
         A family whose prefix is token-causal sees its own block causally where it stores, and with ``causal`` in every
         segment; other families never do. Where blocks lie from the prompt's end on, a slot's block starts are equal
@@ -147,10 +161,12 @@ class Engine:
                 f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
                 f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
+        if fold is not None and self.kernels != "torch":
+            raise ValueError("forward: folding runs with kernels: torch")
         if causal and not self._token_causal:
             raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
-        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights, causal)
+        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights, causal, fold)
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
 
@@ -219,6 +235,7 @@ class Engine:
         store: Sequence[bool],
         weights: ModelWeights,
         causal: bool = False,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
         num, length = tokens.shape
@@ -236,6 +253,7 @@ class Engine:
         positions.clamp_(min=0)
         leading = [self._leading(start) for start in starts]
         on_grid = [start + lead for start, lead in zip(starts, leading, strict=True)]
+        is_causal = [causal or flag for flag in store]
         stored = [segment for segment, flag in enumerate(store) if flag]
         inputs = PassInputs(
             tokens=flat,
@@ -244,21 +262,49 @@ class Engine:
             cosines=self._cosines[positions],
             sines=self._sines[positions],
             query_scale=self._query_scale(positions),
-            plan=self.operators.plan_attention(
-                slots,
-                on_grid,
-                length,
-                self.device,
-                first_keys=leading if self._from_prompt else None,
-                causal=[causal or flag for flag in store] if self._token_causal else None,
-            ),
+            plan=self._plan(slots, on_grid, leading, is_causal),
             stored=self._ints(stored),
             stored_slots=self._ints([slots[segment] for segment in stored]),
             stored_starts=self._ints([on_grid[segment] for segment in stored]),
         )
         with _memory_errors():
-            hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
+            if fold is None:
+                hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
+            else:
+                settings, parents = fold
+                branches = FoldBranches(parents, slots, starts, self.device)
+
+                def plan_groups(group_of: Sequence[int]) -> Any:
+                    firsts = [branches.first_of_group[group] for group in group_of]
+                    columns = (slots, on_grid, leading, is_causal)
+                    return self._plan(*([column[first] for first in firsts] for column in columns))
+
+                folding = Folding(
+                    settings=settings, branches=branches, plan_groups=plan_groups, clock=self._clock
+                )
+                hidden, self.fold_report = run_folded_layers(
+                    self.config, weights, inputs, self._keys, self._values, self.operators, folding
+                )
         return hidden[: num * length].view(num, length, -1)
+
+    def _plan(
+        self, slots: Sequence[int], starts: Sequence[int], leading: Sequence[int], is_causal: Sequence[bool]
+    ) -> Any:
+        """The operators' plan of attention for blocks on the grid."""
+        return self.operators.plan_attention(
+            slots,
+            starts,
+            self.block_length,
+            self.device,
+            first_keys=leading if self._from_prompt else None,
+            causal=is_causal if self._token_causal else None,
+        )
+
+    def _clock(self) -> float:
+        """Seconds, after the work queued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _leading(self, start: int) -> int:
         """Positions that move a block onto the grid: what a slot's buffer holds nothing at before position 0."""
