@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dlmgrid.cluster.grid import BenchmarkEntry, DecoderEntry, Grid, MethodEntry, ModelEntry, nearest_name
 from dlmgrid.cluster.sources import Benchmark, ModelShape, Sources
@@ -196,6 +197,20 @@ def check_prompts(models: Sequence[Model], questions: Sequence[Questions], sourc
             sources.check_prompts(model.folder, model.entry.chat_template, items)
 
 
+def _fold_fields(method: MethodEntry) -> dict[str, Any]:
+    """The cell's fields for what a method's entry says of folding."""
+    fold = method.fold
+    if fold is None:
+        return {}
+    values = fold.values
+    return {
+        "fold_tau": max(values),
+        "fold_tau_by_layer": ",".join(map(str, values)) if len(values) > 1 else "",
+        "fold_gate": fold.gate,
+        "fold_recheck": fold.recheck,
+    }
+
+
 def make_cells(
     grid: Grid, models: list[Model], questions: list[Questions], fingerprints: Mapping[str, str], inputs: Path
 ) -> list[CellWork]:
@@ -292,6 +307,7 @@ def _cells(
                     num_fewshot=asked.entry.num_fewshot,
                     method=method.name,
                     gamma=method.gamma,
+                    **_fold_fields(method),
                     budget=budget,
                     temperature=float(temperature),
                     verification=grid.verification,

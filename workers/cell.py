@@ -33,7 +33,9 @@ class Cell:
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
     the ``threshold`` decoder, ``factor`` to ``factor``, ``confidence`` (what is compared) and ``sub_block_length``
-    (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold,
+    (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold
+    (with ``fold_tau_by_layer``, comma-separated, where it differs by layer and ``fold_tau`` is the largest; what the
+    gate compares with; whether walked nodes are computed again unfolded),
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
     with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
     or calibrated part ("" if none).
@@ -63,6 +65,9 @@ class Cell:
     fused_commit: bool = False
     gamma: float | None = None
     fold_tau: float | None = None
+    fold_tau_by_layer: str = ""
+    fold_gate: str = "parent"
+    fold_recheck: bool = False
     product_tau: float | None = None
     cache: str = "block"
     block_length: int
@@ -89,6 +94,9 @@ class Cell:
                 gamma=None,
                 verification="coupled",
                 fold_tau=None,
+                fold_tau_by_layer="",
+                fold_gate="parent",
+                fold_recheck=False,
                 product_tau=None,
             )
         if cell.decoder == "threshold" and cell.comparison is None:
@@ -118,7 +126,8 @@ class Cell:
         approximate = (
             cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache not in EXACT_CACHES
         )
-        if approximate or cell.product_tau is not None or cell.fold_tau not in (None, 0.0):
+        is_folded = cell.fold_tau not in (None, 0.0) and not cell.fold_recheck
+        if approximate or cell.product_tau is not None or is_folded:
             return "approximate"
         return "law" if cell.verification == "uncoupled" else "exact"
 

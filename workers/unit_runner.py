@@ -28,6 +28,7 @@ from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
+from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.models.checkpoint import read_config
@@ -343,7 +344,18 @@ def decode_settings(cell: Cell, engine: Engine, *, profiled: bool) -> DecodeSett
         grid=family.grid,
         seed=family.seed,
         stop_rule="prefix" if is_causal else family.stop_rule,
+        fold=fold_settings(cell),
         profiled=profiled,
+    )
+
+
+def fold_settings(cell: Cell) -> FoldSettings | None:
+    """SpecFold's settings of a cell; None where it does not fold."""
+    if cell.fold_tau is None:
+        return None
+    by_layer = [float(value) for value in cell.fold_tau_by_layer.split(",") if value]
+    return FoldSettings(
+        tau=tuple(by_layer) or (cell.fold_tau,), gate=cell.fold_gate, recheck=cell.fold_recheck
     )
 
 

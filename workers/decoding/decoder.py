@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,10 +36,11 @@ from dlmgrid.kernels.logits import LogitsPass, choose
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.snapshot import Snapshots
-from dlmgrid.workers.decoding.state import MASKED, stopped_states
+from dlmgrid.workers.decoding.state import MASKED, state_hashes, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+from dlmgrid.workers.folding.fold import FoldReport, FoldSettings
 from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
 
 STOP_POLICIES = ("eos", "none")
@@ -64,6 +65,23 @@ class Target(Protocol):
     def logits(self, rows: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class FoldingTarget(Protocol):
+    """A target that computes folded passes; ``fold_report`` says what the last one recomputed."""
+
+    fold_report: FoldReport | None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        block_starts: Tensor,
+        store: Tensor,
+        causal: bool = False,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
+    ) -> Tensor: ...
+
+
 class Recorder(Protocol):
     """What is shown every step of a decode.
 
@@ -82,7 +100,8 @@ class DecodeSettings:
 
     ``fused_commit``: the commit pass of a block and the first denoising pass of the next one are one pass.
     ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
-    pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
+    pass sees its block causally. ``fold``: drafted nodes fold onto their tree parents (SpecFold).
+    ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
     """
 
     block_length: int
@@ -100,6 +119,7 @@ class DecodeSettings:
     grid: BlockGrid = "absolute"
     seed: Seed = "none"
     stop_rule: StopRule = "block"
+    fold: FoldSettings | None = None
     profiled: bool = False
 
     def __post_init__(self) -> None:
@@ -142,13 +162,18 @@ class Seconds:
     verify: float = 0.0
     sample: float = 0.0
     other: float = 0.0
+    select: float = 0.0
+    move: float = 0.0
+    compute: float = 0.0
+    correct: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
     """One decoded sample. Steps are counted over the whole generation; positions are absolute.
 
-    ``seeds``: (position, token) of each block's first token that a storing pass gave.
+    ``seeds``: (position, token) of each block's first token that a storing pass gave. ``fold_rows``: rows of drafted
+    nodes that could fold; ``fold_recomputed``: how many of them were computed, by layer.
     """
 
     prompt: Prompt
@@ -164,6 +189,8 @@ class Generation:
     nfe_commit: int = 0
     drafted_nodes: int = 0
     rows_computed: int = 0
+    fold_recomputed: list[int] = field(default_factory=list)
+    fold_rows: int = 0
     batch_position: int = 0
     batch_size: int = 0
     seconds: Seconds = field(default_factory=Seconds)
@@ -345,19 +372,17 @@ class Decoder:
                 slots.extend([sample.slot] * nodes[index])
                 starts.extend([sample.block_start] * nodes[index])
                 rows[id(sample)] += nodes[index] * length
-        hidden = self.target.forward(
-            torch.cat(tokens),
-            torch.tensor(slots, dtype=torch.int32, device=device),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.arange(len(slots), device=device) < num_stored,
-            self.settings.causal,
+        hidden = self._forward(
+            torch.cat(tokens), slots, starts, num_stored, self._fold_parents(tree, first_segments, len(slots))
         )
         verified = self._clock()
         seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
         if tree is not None:
             if self.settings.shifted:
                 hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
-            self._walk(denoising, tree, hidden, first_segments)
+            if self.settings.fold is not None:
+                self._count_folds(denoising, tree, first_segments)
+            self._walk(denoising, tree, hidden, first_segments, rows)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:
@@ -367,6 +392,63 @@ class Decoder:
             if self.settings.stop_rule == "prefix" and sample.has_stopped:
                 self._finish(sample)
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        num_stored: int,
+        fold_parents: list[int] | None = None,
+    ) -> Tensor:
+        """A packed pass whose first ``num_stored`` segments are stored: hidden states [N, L, H]."""
+        device = self.target.device
+        arguments = (
+            tokens,
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.arange(len(slots), device=device) < num_stored,
+            self.settings.causal,
+        )
+        if fold_parents is None or self.settings.fold is None:
+            return self.target.forward(*arguments)
+        if not isinstance(self.target, FoldingTarget):
+            raise ValueError("fold: this target computes no folded pass")
+        return self.target.forward(*arguments, fold=(self.settings.fold, fold_parents))
+
+    def _fold_parents(
+        self, tree: DraftTree | None, first_segments: Sequence[int], num_segments: int
+    ) -> list[int] | None:
+        """The fold parent's segment of each segment, -1 where it is never folded; None for a pass that folds nothing.
+
+        A node folds onto its parent in the draft tree; where that has several, onto the one that the drafter names.
+        """
+        if self.settings.fold is None or tree is None:
+            return None
+        parents = [-1] * num_segments
+        for first, count, of_sample in zip(
+            first_segments, tree.num_nodes.tolist(), tree.parents.tolist(), strict=True
+        ):
+            for node in range(1, count):
+                parents[first + node] = first + of_sample[node]
+        return parents
+
+    def _count_folds(self, samples: list[_Sample], tree: DraftTree, first_segments: Sequence[int]) -> None:
+        assert isinstance(self.target, FoldingTarget)
+        report = self.target.fold_report
+        assert report is not None
+        all_rows = sum(self.settings.block_length for _ in report.is_foldable)
+        for sample, first, count in zip(samples, first_segments, tree.num_nodes.tolist(), strict=True):
+            generation, rows = sample.generation, count * self.settings.block_length
+            made = report.recomputed(first, first + count)
+            before = generation.fold_recomputed or [0] * len(made)
+            generation.fold_recomputed = [a + b for a, b in zip(before, made, strict=True)]
+            generation.fold_rows += rows - self.settings.block_length
+            share = rows / all_rows
+            generation.seconds.select += report.select * share
+            generation.seconds.move += report.move * share
+            generation.seconds.compute += report.compute * share
+            generation.seconds.correct += report.correct * share
 
     def _inputs(self, samples: list[_Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         device = self.target.device
@@ -401,13 +483,87 @@ class Decoder:
         return tree
 
     def _walk(
-        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
+        self,
+        samples: list[_Sample],
+        tree: DraftTree,
+        hidden: Tensor,
+        first_segments: list[int],
+        rows: dict[int, int],
     ) -> None:
+        roots, walked = self._transitions(samples, tree, hidden, first_segments)
+        nodes = tree.num_nodes.tolist()
+        if self.settings.fold is not None and self.settings.fold.recheck:
+            self._recheck(samples, hidden, first_segments, roots, walked, rows)
+        for sample, root, steps, count in zip(samples, roots.tolist(), walked, nodes, strict=True):
+            sample.tokens[sample.block_start : sample.block_start + sample.block_length] = root
+            self._account(sample, steps, count)
+
+    def _recheck(
+        self,
+        samples: list[_Sample],
+        hidden: Tensor,
+        first_segments: Sequence[int],
+        roots: Tensor,
+        walked: list[WalkedSteps],
+        rows: dict[int, int],
+    ) -> None:
+        """Compute the nodes that were walked again, unfolded, and walk them by their own transitions.
+
+        A root is never folded, so a sample that stayed at its root is exact already. Both passes are forwards.
+        Overwrites ``roots`` and ``walked`` of the samples it walks again.
+        """
+        again = [index for index, steps in enumerate(walked) if len(steps.commits) > 1]
+        if not again:
+            return
+        length = self.settings.block_length
+        most = max(len(walked[index].commits) for index in again)
+        tree = DraftTree(len(again), most - 1, length, self.target.device)
+        states: list[list[int]] = []
+        slots: list[int] = []
+        starts: list[int] = []
+        for place, index in enumerate(again):
+            state = list(samples[index].block)
+            path = [list(state)]
+            for commits in walked[index].commits[:-1]:
+                for at, token in commits:
+                    state[at] = token
+                path.append(list(state))
+            tree.tokens[place, : len(path)] = torch.tensor(path, dtype=torch.int32)
+            tree.num_nodes[place] = len(path)
+            states += path[1:]
+            slots += [samples[index].slot] * (len(path) - 1)
+            starts += [samples[index].block_start] * (len(path) - 1)
+            samples[index].generation.nfe_denoise += 1
+            rows[id(samples[index])] += (len(path) - 1) * length
+        tree.hashes[:] = state_hashes(tree.tokens.flatten(0, 1)).view(tree.hashes.shape)
+        computed = self._forward(
+            torch.tensor(states, dtype=torch.int32, device=self.target.device), slots, starts, 0
+        )
+        if self.settings.shifted:
+            computed = torch.cat((computed[:, :1], computed[:, :-1]), dim=1)
+        parts: list[Tensor] = []
+        firsts: list[int] = []
+        used = 0
+        for place, index in enumerate(again):
+            count = int(tree.num_nodes[place]) - 1
+            firsts.append(used + place)
+            parts += [hidden[first_segments[index]][None], computed[used : used + count]]
+            used += count
+        chosen = [samples[index] for index in again]
+        new_roots, new_walked = self._transitions(chosen, tree, torch.cat(parts), firsts)
+        for place, index in enumerate(again):
+            roots[index] = new_roots[place]
+            walked[index] = new_walked[place]
+
+    def _transitions(
+        self, samples: list[_Sample], tree: DraftTree, hidden: Tensor, first_segments: list[int]
+    ) -> tuple[Tensor, list[WalkedSteps]]:
+        """Walk the trees of ``samples`` over the hidden rows of their nodes: new roots and steps."""
         _, counts, starts, keys, slots = self._inputs(samples)
         on_step: Callable[[SeenStep], None] | None = None
         if self.recorder is not None:
             on_step = functools.partial(self.recorder.record, [s.prompt for s in samples], starts)
-        roots, walked = walk(
+        return walk(
             head=self.target,
             transition=TransitionRule(
                 rule=self.settings.rule,
@@ -427,11 +583,6 @@ class Decoder:
             on_step=on_step,
             has_stopped=self._has_stopped(samples),
         )
-        for sample, root, steps, nodes in zip(
-            samples, roots.tolist(), walked, tree.num_nodes.tolist(), strict=True
-        ):
-            sample.tokens[sample.block_start : sample.block_start + sample.block_length] = root
-            self._account(sample, steps, nodes)
 
     def _has_stopped(self, samples: list[_Sample]) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Which states int32 [A, L] of the samples int64 [A] end them, bool [A]; None where none does so early."""

@@ -37,36 +37,35 @@ class FoldSettings:
 
 @dataclass(slots=True)
 class FoldReport:
-    """What one pass, or the passes of a run, recomputed and spent.
+    """What one pass recomputed and spent.
 
-    ``recomputed`` counts, by layer, the rows of drafted nodes that were computed; ``foldable`` all of them. Seconds:
-    ``select`` gate and provenance, ``move`` packing and gathering, ``compute`` the rows that are computed, ``correct``
-    attention to the own block and output projection of folded rows (one product does those of all rows; its time is
-    shared by rows).
+    ``own_rows``: by layer, how many rows of each segment were computed; ``is_foldable``: which segments have a fold
+    parent; ``length``: rows of a segment. Seconds: ``select`` gate and provenance, ``move`` packing and gathering,
+    ``compute`` the rows that are computed, ``correct`` attention to the own block and output projection of folded rows
+    (one product does those of all rows; its time is shared by rows).
     """
 
-    recomputed: list[int] = field(default_factory=list)
-    foldable: int = 0
+    is_foldable: list[bool]
+    length: int
+    own_rows: list[list[int]] = field(default_factory=list)
     select: float = 0.0
     move: float = 0.0
     compute: float = 0.0
     correct: float = 0.0
 
+    def recomputed(self, first: int = 0, stop: int | None = None) -> list[int]:
+        """Rows of foldable segments from ``first`` to ``stop`` that were computed, by layer."""
+        part = slice(first, stop)
+        return [
+            sum(rows for rows, foldable in zip(layer[part], self.is_foldable[part], strict=True) if foldable)
+            for layer in self.own_rows
+        ]
+
     @property
     def ratios(self) -> list[float]:
         """Recomputed over foldable rows, by layer; empty where nothing could fold."""
-        return [count / self.foldable for count in self.recomputed] if self.foldable else []
-
-    def add(self, other: FoldReport) -> None:
-        """Count another pass in."""
-        if not self.recomputed:
-            self.recomputed = [0] * len(other.recomputed)
-        self.recomputed = [a + b for a, b in zip(self.recomputed, other.recomputed, strict=True)]
-        self.foldable += other.foldable
-        self.select += other.select
-        self.move += other.move
-        self.compute += other.compute
-        self.correct += other.correct
+        foldable = sum(self.is_foldable) * self.length
+        return [count / foldable for count in self.recomputed()] if foldable else []
 
 
 class FoldBranches:
@@ -101,4 +100,4 @@ class FoldBranches:
         )
         self.groups = tuple(torch.tensor(g, dtype=torch.int64, device=device) for g in groups.values())
         self.first_of_group = [members[0] for members in groups.values()]
-        self.num_foldable = sum(1 for depth in depths if depth)
+        self.is_foldable = [depth > 0 for depth in depths]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import AttentionPlan, write_cache
@@ -48,8 +49,8 @@ def run_folded_layers(
     """Hidden states after the final norm, [R, H], and what was recomputed. Arguments as ``run_layers``."""
     num, length = inputs.num_segments, inputs.block_length
     hidden = operators.embed(inputs.tokens, weights.embedding, config.mask_token_id)
-    report = FoldReport(foldable=folding.branches.num_foldable * length)
-    num_never_folded = num * length - report.foldable
+    report = FoldReport(is_foldable=folding.branches.is_foldable, length=length)
+    itself = torch.arange(num * length, device=hidden.device).view(num, length)
     for index, layer in enumerate(weights.layers):
         begun = folding.clock()
         sources = row_sources(
@@ -61,13 +62,12 @@ def run_folded_layers(
         )
         selected = folding.clock()
         packed = pack_rows(sources, folding.branches.groups)
-        num_own = int((packed.place >= 0).sum())
-        report.recomputed.append(num_own - num_never_folded)
+        report.own_rows.append((sources == itself).sum(1).tolist())
         report.select += selected - begun
         report.move += folding.clock() - selected
         hidden = _layer(
             config, layer, hidden, inputs, key_cache[index], value_cache[index], operators, folding, sources, packed,
-            report, num_own / (num * length),
+            report, sum(report.own_rows[-1]) / (num * length),
         )  # fmt: skip
     return operators.rms_norm(hidden, weights.final_norm, config.rms_norm_eps), report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def states() -> Tensor:
     return tokens
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run(engine: Engine, tau: tuple[float, ...] | None, gate: str = "parent") -> Tensor:
     engine.reset(0)
     engine.reset(1)
@@ -68,7 +77,7 @@ def test_at_a_boundless_tau_only_roots_and_stored_blocks_are_computed(engine: En
 def test_between_the_recompute_ratio_falls_with_tau(engine: Engine) -> None:
     plain = run(engine, None)
     ratios, errors = [], []
-    for tau in (0.0, 0.05, 0.2, 1.0):
+    for tau in (0.0, 0.1, 1.0):
         folded = run(engine, (tau,))
         assert engine.fold_report is not None
         ratios.append(sum(engine.fold_report.ratios))
