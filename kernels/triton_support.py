@@ -57,6 +57,18 @@ def check_triton(device: torch.device | str, dtype: torch.dtype) -> None:
         )
 
 
+def usable_types(device: torch.device | str) -> dict[str, str]:
+    """For float32 and bfloat16: "" where Triton kernels work on ``device`` in that type, else why they do not."""
+    reasons = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        try:
+            check_triton(device, dtype)
+            reasons[name] = ""
+        except KernelsUnavailableError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
 def power_of_two(value: int) -> int:
     """The least power of two that is not below ``value`` (≥ 1)."""
     return 1 << max(0, value - 1).bit_length()

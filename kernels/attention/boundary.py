@@ -57,7 +57,7 @@ def attend_prefix(
                 maximum[entry, part], total[entry, part], output[entry, part] = state
     found = (maximum, total, output)
     if plan.inverse is not None:
-        found = tuple(part[:, plan.inverse] for part in found)
+        found = (maximum[:, plan.inverse], total[:, plan.inverse], output[:, plan.inverse])
     group = num_heads // num_kv_heads
     by_row = [
         part.unflatten(3, (group, length)).movedim(4, 2).reshape(2, num * length, num_heads, *part.shape[4:])
@@ -127,4 +127,5 @@ def _by_key_head(rows: Tensor, num_kv_heads: int) -> Tensor:
     """[N, L, Hq, ...] as [N, Hkv, G * L, ...]: the rows that share a key head."""
     num, _, num_heads = rows.shape[:3]
     grouped = rows.unflatten(2, (num_kv_heads, num_heads // num_kv_heads)).movedim(1, 3)
-    return grouped.reshape(num, num_kv_heads, -1, *rows.shape[3:])
+    by_head: Tensor = grouped.reshape(num, num_kv_heads, -1, *rows.shape[3:])
+    return by_head

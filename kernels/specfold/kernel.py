@@ -28,13 +28,13 @@ class DevicePack(NamedTuple):
 
     ``rows`` int32 [P]: the flat row of each place, a sample's places whole groups of L, filled up with the sample's
     first row; -1 from the count on. ``place`` int32 [R]: where each recomputed row is packed, -1 for the others.
-    ``count`` int32 [1]: places in use. ``sample_of`` int32 [P / L]: the sample of each group of L places, -1 past the
+    ``used`` int32 [1]: places in use. ``sample_of`` int32 [P / L]: the sample of each group of L places, -1 past the
     count.
     """
 
     rows: Tensor
     place: Tensor
-    count: Tensor
+    used: Tensor
     sample_of: Tensor
 
 
@@ -212,7 +212,7 @@ def pack_rows(sources: Tensor, first_branch: Tensor, num_branches: Tensor) -> De
 
     pack = DevicePack(integers(num_places), integers(num_places), integers(1), integers(num))
     _pack_kernel[(1,)](
-        sources, first_branch, num_branches, pack.rows, pack.place, pack.sample_of, pack.count, num_samples,
+        sources, first_branch, num_branches, pack.rows, pack.place, pack.sample_of, pack.used, num_samples,
         num_places, L=length, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     return pack

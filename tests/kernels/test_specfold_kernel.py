@@ -50,7 +50,7 @@ def test_a_layer_folds_as_the_twin_does(
     firsts = torch.tensor([0, 4], dtype=torch.int32, device=triton_device)
     counts = torch.tensor([4, 2], dtype=torch.int32, device=triton_device)
     pack = pack_rows(sources, firsts, counts)
-    count = int(pack.count)
+    count = int(pack.used)
     assert pack.rows[:count].tolist() == packed.rows.tolist()
     assert pack.rows[count:].tolist() == [-1] * (24 - count)
     assert pack.place.tolist() == packed.place.tolist()

@@ -5,6 +5,7 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.logits import LogitsPass
-from dlmgrid.kernels.operators import load_operators
+from dlmgrid.kernels.operators import Operators, load_operators
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
 from dlmgrid.kernels.triton_support import KernelsUnavailableError
@@ -31,6 +32,8 @@ from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layers import PassInputs, run_layers
 from dlmgrid.workers.models.weights import ModelWeights, load_weights
+
+logger = logging.getLogger(__name__)
 
 NUMERICS = ("exact", "fast")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,17 +94,7 @@ class Engine:
         if budget is not None:
             check_memory(plan, budget, num_slots=num_slots, max_length=max_length)
         self.kernels = kernels
-        try:
-            self.operators = load_operators(
-                kernels,
-                numerics,
-                self.device,
-                dtype,
-                head_dim=config.head_dim,
-                vocab_size=weights.head.shape[0],
-            )
-        except KernelsUnavailableError as error:
-            raise InputError(str(error)) from error
+        self.operators = _operators(config, kernels, numerics, self.device, dtype)
         self._linear = self.operators.linear
         shape = (
             config.num_hidden_layers,
@@ -394,6 +387,7 @@ def load_engine(
     config = check_checkpoint(folder, block_length)
     if dtype not in DTYPES:
         raise InputError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    _operators(config, kernels, numerics, device, DTYPES[dtype])  # refused before the weights are read
     plan = plan_memory(config, num_slots=max(num_slots, 1), max_length=max_length, dtype=dtype)
     budget = memory_budget_bytes if memory_budget_bytes is not None else free_memory(torch.device(device))
     if budget is not None:
@@ -411,9 +405,23 @@ def load_engine(
         kernels=kernels,
         memory_budget_bytes=memory_budget_bytes,
     )
-    if self_test and engine.device.type == "cpu":
+    if self_test and (engine.device.type == "cpu" or kernels == "triton"):
         engine.self_test()
     return engine
+
+
+def _operators(
+    config: ModelConfig, kernels: str, numerics: str, device: torch.device | str, dtype: torch.dtype
+) -> Operators:
+    """The kernels of a model. Raises InputError where they cannot work on the device or take the model."""
+    try:
+        operators = load_operators(
+            kernels, numerics, device, dtype, head_dim=config.head_dim, vocab_size=config.vocab_size
+        )
+    except KernelsUnavailableError as error:
+        raise InputError(str(error)) from error
+    logger.info("kernels: %s (%s) on %s", kernels, numerics, device)
+    return operators
 
 
 def free_memory(device: torch.device) -> int | None:
