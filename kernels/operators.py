@@ -6,6 +6,7 @@ Sets of one device give equal values to rounding; bits are only compared within 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dlmgrid.kernels.attention import block_attention, plan_attention
 from dlmgrid.kernels.embedding import embed
+from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
 from dlmgrid.kernels.logits import NUM_CANDIDATES, LogitsPass, logits_pass
 from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
@@ -37,6 +39,7 @@ class Operators:
         norm_rotary: (x [R, heads, d], weight [heads, d] or None, cosines [R, r/2], sines, eps) to [R, heads, d].
         embed: (tokens [R], weight [V, H], mask id) to [R, H].
         plan_attention, block_attention: as ``kernels.attention`` has them; the plan belongs to the set.
+        run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
         logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
     """
 
@@ -49,6 +52,7 @@ class Operators:
     embed: Callable[[Tensor, Tensor, int], Tensor]
     plan_attention: Callable[..., Any]
     block_attention: Callable[..., tuple[Tensor, Tensor]]
+    run_routed: Callable[..., Tensor]
     logits_pass: Callable[..., LogitsPass]
 
 
@@ -65,6 +69,7 @@ def torch_operators(numerics: str) -> Operators:
         embed=embed,
         plan_attention=plan_attention,
         block_attention=block_attention,
+        run_routed=functools.partial(run_routed, product=product),
         logits_pass=logits_pass,
     )
 
@@ -78,6 +83,7 @@ def triton_operators(numerics: str) -> Operators:
     from dlmgrid.kernels.attention.launch import block_attention as triton_attention
     from dlmgrid.kernels.attention.launch_plan import LaunchPlan
     from dlmgrid.kernels.embedding.kernel import embed as triton_embed
+    from dlmgrid.kernels.experts.kernel import run_routed as triton_run_routed
     from dlmgrid.kernels.gemm.kernel import linear as triton_linear
     from dlmgrid.kernels.logits.kernel import logits_pass as triton_logits_pass
     from dlmgrid.kernels.rmsnorm.kernel import rms_norm as triton_rms_norm
@@ -93,6 +99,7 @@ def triton_operators(numerics: str) -> Operators:
         embed=triton_embed,
         plan_attention=LaunchPlan,
         block_attention=triton_attention,
+        run_routed=triton_run_routed,
         logits_pass=triton_logits_pass,
     )
 

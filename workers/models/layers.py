@@ -65,7 +65,7 @@ def run_mlp(config: ModelConfig, layer: LayerWeights, hidden: Tensor, operators:
     if layer.experts is None or config.experts is None:
         return operators.linear_residual(inner, layer.down, hidden)
     mlp = operators.linear(inner, layer.down)
-    mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, operators.linear))
+    mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, operators))
     return mlp.add_(hidden)
 
 
