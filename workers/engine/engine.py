@@ -269,8 +269,12 @@ class Engine:
 
                 def plan_groups(group_of: Sequence[int]) -> Any:
                     firsts = [branches.first_of_group[group] for group in group_of]
-                    columns = (slots, on_grid, leading, is_causal)
-                    return self._plan(*([column[first] for first in firsts] for column in columns))
+                    return self._plan(
+                        [slots[first] for first in firsts],
+                        [on_grid[first] for first in firsts],
+                        [leading[first] for first in firsts],
+                        [is_causal[first] for first in firsts],
+                    )
 
                 folding = Folding(
                     settings=settings, branches=branches, plan_groups=plan_groups, clock=self._clock

@@ -16,7 +16,7 @@ from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
 
-PROMPTS = [Prompt(item_id=f"{n}", repeat=0, token_ids=tuple(5 * i % 251 for i in range(n))) for n in (4, 5)]
+PROMPTS = [Prompt(item_id=f"{n}", repeat=0, token_ids=tuple(5 * i % 251 for i in range(n))) for n in (5, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def decode(engine: Engine, budget: int, temperature: float, max_in_flight: int) -> list[Generation]:
     settings = DecodeSettings(
         block_length=4,
-        gen_length=2,
+        gen_length=1,
         budget=budget,
         temperature=temperature,
         rule=static(1),
