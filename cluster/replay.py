@@ -69,6 +69,10 @@ def plan_replay(
         raise InputError(
             "verification greedy_match leaves the serialized path at T > 0, so it cannot be replayed; run it live"
         )
+    if any(method.fold is not None for method in grid.methods):
+        raise InputError(
+            "fold changes what a pass computes, so it is measured live only; remove it or use dlmgrid run"
+        )
     if any(decoder.fused_commit for decoder in grid.decoder):
         raise InputError(
             "fused_commit joins passes that a recording holds apart, so its forwards are counted live only; remove it"

@@ -145,6 +145,7 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
         ({"repeats": 2}, "lacks repeat 1"),
         ({"methods": ["oracle_positon"]}, "did you mean 'oracle_position'?"),
         ({"verification": "greedy_match"}, "greedy_match leaves the serialized path"),
+        ({"methods": [{"name": "ssd", "fold": {"tau": 0.1}}]}, "fold changes what a pass computes"),
     ],
 )
 def test_what_was_not_recorded_is_refused_before_work(
