@@ -146,13 +146,46 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
     folder = sources.resolve_checkpoint(entry.path, entry.revision).absolute()
     shape = sources.check_checkpoint(folder, entry.block_length)
     block_length = entry.block_length or shape.block_length
+    cache = entry.cache or shape.caches[0]
+    if cache not in shape.caches:
+        raise InputError(
+            f"model {entry.path!r}: cache {cache!r} is not one of {', '.join(shape.caches)}, which its family has"
+        )
     for decoder in decoders:
+        settings = decoder_settings(decoder, shape)
+        sub_block = settings.get("sub_block_length") or block_length
+        if block_length % sub_block:
+            raise InputError(
+                f"model {entry.path!r}: sub_block_length {sub_block} does not divide its block of {block_length} tokens"
+            )
+        if decoder.fused_commit and shape.seeds_next_block:
+            raise InputError(
+                f"model {entry.path!r}: its commit pass gives the first token of the next block, so a block cannot "
+                "begin before it; remove fused_commit"
+            )
         if decoder.commits_per_step > block_length:
             raise InputError(
                 f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its block "
                 f"of {block_length} tokens; lower it"
             )
     return Model(entry=entry, folder=folder, shape=shape)
+
+
+def decoder_settings(decoder: DecoderEntry, shape: ModelShape) -> dict[str, Any]:
+    """The fields of a cell that a decoder of the grid sets for a model. Raises InputError for an unknown variant."""
+    if decoder.name == "published":
+        return shape.published_decoder(decoder.variant)
+    given = {
+        "confidence": decoder.confidence,
+        "sub_block_length": decoder.sub_block_length,
+    }
+    return {
+        "decoder": decoder.name,
+        "commits_per_step": decoder.commits_per_step,
+        "threshold": decoder.threshold,
+        "comparison": decoder.comparison,
+        "factor": decoder.factor,
+    } | {name: value for name, value in given.items() if value is not None}
 
 
 def load_questions(grid: Grid, sources: Sources, data: str | None, limit: int | None) -> list[Questions]:
@@ -297,8 +330,14 @@ def _cells(
     for temperature in grid.temperatures:
         for method, files in zip(grid.methods, drafters, strict=True):
             for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
+                if model.entry.cache == "sub_block" and method.name != "none":
+                    raise InputError(
+                        f"model {model.entry.path!r}: with cache sub_block a state's next step depends on the path to "
+                        f"it, so nothing can be drafted; remove method {method.name!r} or the cache"
+                    )
                 cell = Cell(
                     model=model.entry.path,
+                    family=model.shape.family,
                     revision=model.entry.revision,
                     weight_fingerprint=weight_fingerprint,
                     benchmark=asked.entry.name,
@@ -313,12 +352,9 @@ def _cells(
                     verification=grid.verification,
                     noise=grid.noise,
                     seed=grid.seed,
-                    decoder=decoder.name,
-                    commits_per_step=decoder.commits_per_step,
-                    threshold=decoder.threshold,
-                    comparison=decoder.comparison,
-                    factor=decoder.factor,
+                    **decoder_settings(decoder, model.shape),
                     fused_commit=decoder.fused_commit,
+                    cache=model.entry.cache or model.shape.caches[0],
                     block_length=model.entry.block_length or model.shape.block_length,
                     gen_length=asked.gen_length,
                     stop=grid.stop,

@@ -44,6 +44,7 @@ _DECODED_AGAIN = (
 # What a row that could not be generated has none of.
 GENERATION_COLUMNS = (
     "token_ids", "text", "stop_reason", "generated_tokens", "commit_positions", "commit_tokens", "commit_steps",
+    "seed_positions", "seed_tokens",
     "path_digest", "step_digests", "logits_digest", "nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total",
     "rounds", "accepted", "drafted_nodes", "rows_computed", *_VERDICT_COLUMNS,
 )  # fmt: skip
@@ -335,7 +336,8 @@ def own_faults(row: Row) -> Iterator[str]:
         yield f"{len(steps)} steps have {len(row['step_digests'] or [])} digests of logits"
     elif logits_digest(row["step_digests"]) != row["logits_digest"]:
         yield f"logits_digest is {row['logits_digest']}, its steps give {logits_digest(row['step_digests'])}"
-    yield from _token_faults(row, [commit for step in steps for commit in step])
+    seeds = zip(row.get("seed_positions") or [], row.get("seed_tokens") or [], strict=True)
+    yield from _token_faults(row, [commit for step in steps for commit in step] + list(seeds))
     yield from _count_faults(row, len(steps))
 
 
@@ -380,22 +382,31 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
     num_rechecks = row["nfe_denoise"] - row["rounds"]
     if not 0 <= num_rechecks <= (row["rounds"] if row.get("fold_recheck") else 0):
         yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
-    prefills = int(row["prompt_tokens"] >= row["block_length"])
+    length, seeds = row["block_length"], row.get("seed_positions") or []
+    from_prompt = (
+        row["cache"] == "causal"
+    )  # blocks lie from the prompt's end on, and the prompt fills blocks of its own
+    prefills = 1 if from_prompt else int(row["prompt_tokens"] >= length)
     if row["nfe_prefill"] != prefills:
         yield f"nfe_prefill is {row['nfe_prefill']}, a prompt of {row['prompt_tokens']} tokens takes {prefills}"
     if row["commit_positions"]:
-        first, last = row["prompt_tokens"] // row["block_length"], max(row["commit_positions"])
-        num_blocks = last // row["block_length"] - first + 1
+        lead = -row["prompt_tokens"] % length if from_prompt else 0
+        first, last = (row["prompt_tokens"] + lead) // length, max(row["commit_positions"]) + lead
+        num_blocks = last // length - first + 1
         num_commits = 1 if row.get("fused_commit") else num_blocks  # fused: only the last block's own pass
-        if row["nfe_commit"] != num_commits:
+        may_stop_inside = (
+            bool(seeds) and row["stop_reason"] == "eos"
+        )  # such a run ends without the last commit pass
+        if row["nfe_commit"] != num_commits - (may_stop_inside and row["nfe_commit"] < num_commits):
             yield f"nfe_commit is {row['nfe_commit']}, a path of {num_blocks} blocks takes {num_commits}"
-        num_segments = row["rounds"] + row["drafted_nodes"] + num_blocks + first
-        again, uneven = divmod(row["rows_computed"] - num_segments * row["block_length"], row["block_length"])
+        num_stored = row["nfe_commit"] if seeds else num_blocks
+        num_segments = row["rounds"] + row["drafted_nodes"] + num_stored + first
+        again, uneven = divmod(row["rows_computed"] - num_segments * length, length)
         most_again = row["drafted_nodes"] if num_rechecks > 0 else 0
-        if row["cache"] == "block" and (uneven or not num_rechecks <= again <= most_again):
+        if row["cache"] in ("block", "causal") and (uneven or not num_rechecks <= again <= most_again):
             yield (
                 f"rows_computed is {row['rows_computed']}, rounds, drafted nodes, blocks and prompt give "
-                f"{num_segments * row['block_length']}"
+                f"{num_segments * length}"
             )
     accepted = row["accepted"] or []
     if len(accepted) != row["rounds"]:

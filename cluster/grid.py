@@ -7,6 +7,7 @@ one.
     temperatures: [0, 1]
     methods: [none, ssd, {name: confidence_tree, budgets: [8]}, {name: spot, checkpoint: order.safetensors}]
     budgets: [6, 12]
+    decoder: [published, {name: threshold, threshold: 0.9}]    # left out: the model's published rule
 
 ``resources`` says where to run and never enters a cell key; every other key does, or chooses what is run.
 """
@@ -75,13 +76,15 @@ class _Entry(BaseModel):
 
 
 class ModelEntry(_Entry):
-    """A checkpoint: ``path`` is a folder or the name of a shipped or cached model."""
+    """A checkpoint: ``path`` is a folder or the name of a shipped or cached model; ``cache`` one of the kinds of
+    key/value cache that its family has, by default the first (see ``dlmgrid models``)."""
 
     path: Name
     revision: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     block_length: Count | None = None
     chat_template: str = ""
+    cache: Name | None = None
 
 
 class BenchmarkEntry(_Entry):
@@ -131,19 +134,26 @@ class MethodEntry(_Entry):
 
 
 class DecoderEntry(_Entry):
-    """The commit rule: ``static`` commits a fixed number a step, ``threshold`` all that are confident
-    enough, ``factor`` as many as the confidences allow together.
+    """The commit rule. ``published``, the default, is that of the model's reference implementation, or of the one
+    that ``variant`` names. ``static`` commits a fixed number a step, ``sequential`` the leftmost, ``threshold`` all
+    that are confident enough, ``factor`` as many as the confidences allow together.
+
+    ``confidence``: what is compared, the ``tempered`` probability of a token (the default) or the ``plain`` one.
+    ``sub_block_length``: sub-blocks of that many tokens are filled one after another.
 
     ``comparison`` names whose threshold comparison is meant: ``sdar`` c > τ (the default), ``fast_dllm`` c ≥ τ,
     ``dinfer`` c ≥ min(τ, max c - 1e-5). ``fused_commit`` makes a block's commit pass and the next block's first
     pass one.
     """
 
-    name: Literal["static", "threshold", "factor"]
+    name: Literal["published", "static", "sequential", "threshold", "factor"]
+    variant: Name | None = None
     commits_per_step: Count = 1
     threshold: float | None = None
     comparison: Literal["sdar", "fast_dllm", "dinfer"] | None = None
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    confidence: Literal["tempered", "plain"] | None = None
+    sub_block_length: Count | None = None
     fused_commit: bool = False
 
     @field_validator("comparison", mode="before")
@@ -158,7 +168,15 @@ class DecoderEntry(_Entry):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> DecoderEntry:
-        if self.name != "static" and self.commits_per_step != 1:
+        if self.name != "published" and self.variant is not None:
+            raise ValueError("variant belongs to the published decoder; remove it or name that decoder")
+        if self.name == "published":
+            for name in ("confidence", "sub_block_length"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"the published decoder has its own {name}; remove it or name another decoder"
+                    )
+        if self.name not in ("static", "sequential") and self.commits_per_step != 1:
             raise ValueError("commits_per_step belongs to the static decoder; remove it")
         if self.name == "factor" and self.factor is None:
             raise ValueError("the factor decoder needs a factor; add factor: 1.0")
@@ -214,7 +232,7 @@ class Grid(_Entry):
     temperatures: Annotated[list[Temperature], Field(min_length=1)]
     methods: Annotated[list[MethodEntry], Field(min_length=1)]
     budgets: Annotated[list[Budget], Field(min_length=1)] | None = None
-    decoder: Annotated[list[DecoderEntry], Field(min_length=1)] = [DecoderEntry(name="static")]
+    decoder: Annotated[list[DecoderEntry], Field(min_length=1)] = [DecoderEntry(name="published")]
     verification: Literal["coupled", "uncoupled", "greedy_match"] = "coupled"
     noise: Literal["commit_count", "per_position"] = "commit_count"
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0

@@ -22,6 +22,7 @@ from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import read_items
+from dlmgrid.workers.models.families import FAMILIES
 from dlmgrid.workers.tables import REPLAYS, read_table
 from dlmgrid.workers.trajectories.files import recorded_generations
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
@@ -138,7 +139,20 @@ class _RecordedShape:
     """What a recorded run says of its checkpoint; its lengths were checked when it was made."""
 
     block_length: int
+    family: str
+    caches: tuple[str, ...]
     max_position_embeddings: int = 2**31 - 1
+
+    @property
+    def seeds_next_block(self) -> bool:
+        return self.family in FAMILIES and FAMILIES[self.family].seeds_next_block
+
+    def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
+        if self.family not in FAMILIES:
+            raise InputError(
+                f"the recorded runs are of an unknown family {self.family!r}; name the decoder in the grid"
+            )
+        return FAMILIES[self.family].published_decoder(variant).settings
 
 
 def _recorded_models(
@@ -165,7 +179,16 @@ def _recorded_models(
                 "record one of them into its own folder"
             )
         folder = Path(entry.path)
-        shape = _RecordedShape(block_length=cells[0].block_length)
+        shape = _RecordedShape(
+            block_length=cells[0].block_length,
+            family=cells[0].family,
+            caches=tuple(sorted({cell.cache for cell in cells})),
+        )
+        if shape.seeds_next_block:
+            raise InputError(
+                f"model {entry.path!r}: a pass of its family also gives the next block's first token and may be the "
+                "last inside a block, which a replay does not count; run it live"
+            )
         models.append(Model(entry=entry, folder=folder, shape=shape))
         fingerprints[str(folder)] = weights[0]
     return models, fingerprints

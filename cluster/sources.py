@@ -50,10 +50,21 @@ class ModelShape(Protocol):
     """What the grid needs to know of a checkpoint, read from its headers."""
 
     @property
+    def family(self) -> str: ...
+
+    @property
     def block_length(self) -> int: ...
 
     @property
     def max_position_embeddings(self) -> int: ...
+
+    @property
+    def seeds_next_block(self) -> bool: ...
+
+    @property
+    def caches(self) -> tuple[str, ...]: ...
+
+    def published_decoder(self, variant: str | None = None) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,7 +62,7 @@ class DlmgridLM(LM):
     Args:
         path: folder, hub id or shipped name of the checkpoint; ``pretrained`` and ``model`` are other names of it.
         method, budget: drafting method, and drafted nodes a round (0: draft-free).
-        decoder, commits_per_step, threshold: the commit rule, as in a grid file.
+        decoder, commits_per_step, threshold: the commit rule, as in a grid file; by default the model's published one.
         seed: of the noise at T > 0; lm-eval's own ``--seed`` chooses few-shot examples, not noise.
         block_length, chat_template: None and "" take the checkpoint's own.
         max_gen_toks: new tokens for tasks that give no number.
@@ -87,7 +87,7 @@ class DlmgridLM(LM):
         revision: str = "",
         method: str = "none",
         budget: int = 0,
-        decoder: str = "static",
+        decoder: str = "published",
         commits_per_step: int = 1,
         threshold: float | None = None,
         verification: str = "coupled",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 SCHEMA_OF_KEYS = 1
@@ -21,8 +22,8 @@ DEFAULT_COMPARISON = "sdar"
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
 
-EXACT_CACHES = ("block", "causal")
-"""Kinds of cache that hold what the uncached model would compute: whole committed blocks, or committed tokens."""
+APPROXIMATE_CACHES = ("sub_block",)
+"""Caches that hold keys and values of earlier states; their rows are exact against each other only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +39,11 @@ class Cell:
     gate compares with; whether walked nodes are computed again unfolded),
     ``product_tau`` to SPOT-Sets; each is None where it does not apply. ``fused_commit`` joins a block's commit pass
     with the next block's first pass: fewer forwards, the same tokens. ``drafter_fingerprint`` identifies a learned
-    or calibrated part ("" if none).
+    or calibrated part ("" if none). ``family`` is the model's ("" in texts made elsewhere).
     """
 
     model: str
+    family: str = ""
     revision: str = ""
     weight_fingerprint: str = ""
     benchmark: str
@@ -77,6 +79,13 @@ class Cell:
     kernels: str = "torch"
     dtype: str = "float32"
     max_in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        """Equal cells have equal keys: 1 and 1.0, or -0.0 and 0.0, are one setting but not one text."""
+        for name in _REAL_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, float(value) + 0.0)
 
     def canonical(self) -> Cell:
         """The cell that stands for this one: ``none`` and any drafter at D = 0 are the same run; at T = 0 the
@@ -124,7 +133,7 @@ class Cell:
         if cell.method == IMPORTED:
             return IMPORTED
         approximate = (
-            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache not in EXACT_CACHES
+            cell.numerics == "fast" or cell.verification == "greedy_match" or cell.cache in APPROXIMATE_CACHES
         )
         is_folded = cell.fold_tau not in (None, 0.0) and not cell.fold_recheck
         if approximate or cell.product_tau is not None or is_folded:
@@ -142,7 +151,15 @@ class Cell:
     @property
     def cell_key(self) -> str:
         """24 hexadecimal digits that identify the canonical form."""
-        return digest({"keys": SCHEMA_OF_KEYS, **self.canonical().to_dict()})
+        return _cell_key(self)
+
+
+_REAL_FIELDS = ("temperature", "threshold", "factor", "gamma", "fold_tau", "product_tau")
+
+
+@lru_cache(maxsize=16384)
+def _cell_key(cell: Cell) -> str:
+    return digest({"keys": SCHEMA_OF_KEYS, **cell.canonical().to_dict()})
 
 
 def digest(values: Any) -> str:

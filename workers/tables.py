@@ -41,6 +41,7 @@ GENERATIONS = _schema(
     [
         _key("cell_key", pa.string()),
         _key("model", pa.string()),
+        _key("family", pa.string()),
         _key("revision", pa.string()),
         _key("weight_fingerprint", pa.string()),
         _key("benchmark", pa.string()),

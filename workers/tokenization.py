@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.models.checkpoint import read_config
+from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.shards import read_json
 
 if TYPE_CHECKING:
@@ -43,13 +44,15 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_toke
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptEncoder:
-    """A checkpoint's tokenizer and the chat template in force. ``template`` is None where there is none."""
+    """A checkpoint's tokenizer and the chat template in force. ``template`` is None where there is none;
+    ``shipped_template`` names the shipped one that fits the model's family, "" if none does."""
 
     folder: Path
     tokenizer: Tokenizer
     template: Template | None
     special_tokens: dict[str, str]
     stop_token_ids: tuple[int, ...]
+    shipped_template: str = ""
 
     def render(self, item: Item) -> str:
         """The prompt's text: messages through the template, or the raw prompt; then the assistant prefix.
@@ -59,9 +62,11 @@ class PromptEncoder:
         if item.messages is None:
             return (item.prompt or "") + item.assistant_prefix
         if self.template is None:
+            remedy = "add its chat_template.jinja"
+            if self.shipped_template:
+                remedy = f"set `chat_template: {self.shipped_template}` for this model"
             raise InputError(
-                f"{self.folder}: item {item.item_id!r} is a chat, the checkpoint has no chat template; "
-                "set `chat_template: chatml` for this model"
+                f"{self.folder}: item {item.item_id!r} is a chat, the checkpoint has no chat template; {remedy}"
             )
         try:
             text: str = self.template.render(
@@ -145,12 +150,14 @@ def load_tokenizer(folder: Path | str, chat_template: str = "") -> PromptEncoder
                 f"{where}: chat template cannot be read ({error}); {_TEMPLATE_REMEDY}"
             ) from error
     special = _special_tokens(folder, settings)
+    config = read_config(folder)
     return PromptEncoder(
         folder=folder,
         tokenizer=_load_backend(folder, settings),
         template=template,
         special_tokens=special,
-        stop_token_ids=read_config(folder).stop_token_ids,
+        stop_token_ids=config.stop_token_ids,
+        shipped_template=get_family(config.family).chat_template,
     )
 
 

@@ -27,6 +27,7 @@ from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.engine.engine import Engine, load_engine
+from dlmgrid.workers.engine.sub_blocks import SubBlockTarget
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
@@ -134,8 +135,9 @@ class UnitRunner:
         prompts, rows = self._prompts(unit, encoder, config)
         engine = self._load(unit, config, prompts.values(), max_in_flight)
         settings = decode_settings(cell, engine, profiled=unit.profiled)
+        target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
         decoder = Decoder(
-            engine, build_drafter(cell, unit.drafter_path), settings, recorder, engine.logits_pass
+            target, build_drafter(cell, unit.drafter_path), settings, recorder, engine.logits_pass
         )
         provenance = self._provenance(unit)
         generations, failures = self._decode(decoder, prompts, max_in_flight, unit.attempt)

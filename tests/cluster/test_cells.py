@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.run import copy_drafters, look_up
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNode, load_graph, save_graph
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.testing import fake_catalog
@@ -35,6 +37,17 @@ def test_every_accelerated_cell_has_its_reference_before_it_and_nothing_is_there
     for cell in cells:
         assert keys.index(cell.reference().cell_key) <= keys.index(cell.cell_key)
         assert cell == cell.canonical()
+
+
+def test_settings_that_are_equal_numbers_are_one_cell() -> None:
+    cell = Cell(
+        model="m", benchmark="b", prompt_version="1", method="ssd", budget=6, temperature=1.0, decoder="threshold",
+        threshold=0.0, block_length=32, gen_length=64,
+    )  # fmt: skip
+    twin = replace(cell, temperature=1, threshold=-0.0)
+    assert (twin.cell_key, twin.to_dict()) == (cell.cell_key, cell.to_dict())
+    assert str(twin.threshold) == "0.0"
+    assert replace(cell, temperature=1.5).cell_key != cell.cell_key
 
 
 def test_fused_cells_are_compared_with_the_draft_free_cell_whose_passes_are_not_fused(

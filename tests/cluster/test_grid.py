@@ -29,7 +29,7 @@ def test_short_and_long_forms_mean_the_same() -> None:
     assert [model.path for model in grid.models] == ["reference", "weights/8b"]
     assert grid.benchmarks[1].limit == 8
     assert [method.budgets for method in grid.methods] == [None, None, [8]]
-    assert [decoder.name for decoder in grid.decoder] == ["static"]
+    assert [decoder.name for decoder in grid.decoder] == ["published"]
     assert grid.resources.num_gpus == 0
     long = parse_grid(GOOD.replace("[words,", "[{name: words},"), "grid.yaml")
     assert long == grid

@@ -109,8 +109,10 @@ def test_faults_that_pass_lose_and_double_nothing(
         row["outcome"]: [other["cause"] for other in seen if other["outcome"] == row["outcome"]]
         for row in seen
     }
-    assert len(causes["died"]) == 3
-    assert sum("after its rows were written" in cause for cause in causes["died"]) == 1
+    # A reply can be lost when the next unit kills the actor at once: those rows are stored, and one more such.
+    written = [cause for cause in causes["died"] if "after its rows were written" in cause]
+    assert len(written) >= 1
+    assert len(causes["died"]) - len(written) == 2
     assert sum("no answer for 4 s" in cause for cause in causes["died"]) == 1
     assert len(causes["transient"]) == 1
     halved = [
@@ -146,12 +148,9 @@ def test_faults_that_stay_cost_only_their_items(
     unverified = next(row for row in rows if (row["method"], row["item_id"]) == ("ssd", "letters-2"))
     assert unverified["exact_tokens"] is None
     assert unverified["token_ids"] is not None
-    outcomes = [row["outcome"] for row in attempts(out)]
-    assert (outcomes.count("quarantined"), outcomes.count("input")) == (1, 1)
-    assert outcomes.count("died") in (
-        1,
-        2,
-    )  # 2 was seen once on a loaded machine; cause not found
+    written = [row for row in attempts(out) if "after its rows were written" in row["cause"]]
+    outcomes = [row["outcome"] for row in attempts(out) if row not in written]
+    assert (outcomes.count("quarantined"), outcomes.count("input"), outcomes.count("died")) == (1, 1, 1)
     assert (run_record(out)["status"], run_record(out)["exit_code"]) == ("failed", 1)
     assert run(grid, out, data) is ExitCode.ROWS_FAILED
     assert stored_rows(out) == rows

@@ -221,7 +221,7 @@ def test_settings_that_change_nothing_are_accepted(model: DlmgridLM) -> None:
         ({"path": "reference", "method": "sdd", "budget": 4}, "did you mean 'ssd'"),
         ({"path": "reference", "method": "ssd"}, "needs a budget"),
         ({"path": "reference", "budget": 4}, "needs a budget"),
-        ({"path": "reference", "decoder": "dynamic"}, "'dynamic' is not one of 'static'"),
+        ({"path": "reference", "decoder": "dynamic"}, "'dynamic' is not one of 'published', 'static'"),
         ({"path": "reference", "seed": "x"}, "seed"),
         ({"path": "nowhere"}, "no folder here"),
         ({"path": "reference", "rows": "nowhere/rows.parquet"}, "its folder does not exist"),

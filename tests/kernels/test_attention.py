@@ -124,3 +124,35 @@ def test_blocks_off_the_grid_are_refused() -> None:
         plan_attention([0], [0], 24)
     with pytest.raises(ValueError, match="not on the grid"):
         plan_attention([0, 0], [0, 30], 16)
+
+
+@pytest.mark.parametrize("length", [8, 32, 64])
+@pytest.mark.parametrize("start", [0, 64, 192])
+def test_causal_blocks_and_leading_keys_equal_softmax_attention_of_what_is_there(
+    length: int, start: int
+) -> None:
+    """Four packings of one block: causal or not, behind 5 absent keys or none; a plain one keeps its bits."""
+    flat_keys, key_cache = fill_cache(1, 256, 2, 16, 1)
+    flat_values, value_cache = fill_cache(1, 256, 2, 16, 2)
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(1, length, 4, 16, generator=generator).expand(4, -1, -1, -1)
+    own_keys, own_values = (
+        torch.randn(1, length, 2, 16, generator=generator).expand(4, -1, -1, -1) for _ in range(2)
+    )
+    causal, leading = [False, True, False, True], [0, 0, 5, 5]
+    plan = plan_attention([0] * 4, [start] * 4, length, first_keys=leading, causal=causal)
+    output, _ = block_attention(query, own_keys, own_values, key_cache, value_cache, plan)
+    for segment in range(4):
+        keys = torch.cat([flat_keys[0, :start], own_keys[segment]])
+        values = torch.cat([flat_values[0, :start], own_values[segment]])
+        for row in range(length):
+            own = start + row
+            last = own + 1 if causal[segment] else start + length
+            seen = [position for position in range(last) if position >= leading[segment] or position == own]
+            expected, _ = softmax_attention(query[segment, row : row + 1], keys[seen], values[seen])
+            torch.testing.assert_close(
+                output[segment, row : row + 1].double(), expected, rtol=1e-5, atol=1e-5
+            )
+    plain = plan_attention([0], [start], length)
+    alone, _ = block_attention(query[:1], own_keys[:1], own_values[:1], key_cache, value_cache, plain)
+    assert torch.equal(alone[0], output[0])

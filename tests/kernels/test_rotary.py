@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlmgrid.kernels.rotary import apply_rotary, rotary_tables
+from dlmgrid.kernels.rotary import apply_rotary, rotary_tables, yarn_frequencies
 
 
 def test_pairs_turn_by_position_times_frequency() -> None:
@@ -32,3 +32,15 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         rotary_tables(4, 3, 10000.0)
     with pytest.raises(ValueError, match="does not fit tables"):
         apply_rotary(torch.zeros(4, 1, 6), *rotary_tables(4, 8, 10000.0))
+
+
+def test_yarn_keeps_fast_dimensions_and_slows_the_others() -> None:
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 64, 2).float() / 64)
+    scaled = yarn_frequencies(64, 10000.0, factor=8.0, original_length=4096, beta_fast=32.0, beta_slow=1.0)
+    turns = 4096 * plain / (2 * torch.pi)
+    assert torch.allclose(scaled[turns > 40], plain[turns > 40], rtol=1e-6)
+    assert torch.allclose(scaled[turns < 0.8], plain[turns < 0.8] / 8, rtol=1e-6)
+    ratio = scaled / plain
+    assert bool((ratio[1:] <= ratio[:-1] + 1e-6).all())
+    cosines, sines = rotary_tables(3, 64, 10000.0, frequencies=scaled, scale=1.5)
+    assert torch.allclose(cosines**2 + sines**2, torch.full((3, 32), 2.25))

@@ -12,7 +12,12 @@ from tokenizers import Tokenizer, processors
 
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
-from dlmgrid.workers.models.synthetic import SPECIAL_TOKENS, tiny_config, write_random_checkpoint
+from dlmgrid.workers.models.synthetic import (
+    SPECIAL_TOKENS,
+    tiny_config,
+    tiny_family_config,
+    write_random_checkpoint,
+)
 from dlmgrid.workers.tokenization import PromptEncoder, check_prompts, load_tokenizer, shipped_templates
 
 CHAT = Item(item_id="q1", messages=[{"role": "user", "content": "Hi, 2+2?"}], assistant_prefix="It is ")
@@ -92,7 +97,7 @@ def test_a_template_that_refuses_or_does_not_parse_is_the_users_error(folder: Pa
         load_tokenizer(folder)
     with pytest.raises(InputError, match="chat_template: 'llama' is not one of chatml"):
         load_tokenizer(folder, "llama")
-    assert shipped_templates() == ["chatml"]
+    assert shipped_templates() == ["chatml", "llada2", "qwen2"]
 
 
 @pytest.mark.parametrize(
@@ -229,3 +234,37 @@ def test_sdars_published_tokenizer_equals_transformers(folder: Path) -> None:
     expected = theirs.apply_chat_template(CHAT.messages, tokenize=False, add_generation_prompt=True)
     assert encoder.render(CHAT) == expected + "It is "
     assert "<|im_start|>system" not in expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "qwen2",
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "llada2",
+            "<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>How many?<|role_end|>"
+            "<role>ASSISTANT</role>",
+        ),
+    ],
+)
+def test_shipped_templates_of_other_families(name: str, expected: str, folder: Path) -> None:
+    item = Item(item_id="q", messages=[{"role": "user", "content": "How many?"}])
+    assert load_tokenizer(folder, name).render(item) == expected
+    system = [{"role": "system", "content": "Be brief."}, *(item.messages or [])]
+    rendered = load_tokenizer(folder, name).render(Item(item_id="q", messages=system))
+    assert rendered.count("Be brief.") == 1
+    assert "You are Qwen" not in rendered
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [("llada2", "set `chat_template: llada2`"), ("nemotron", "add its chat_template.jinja")],
+)
+def test_the_remedy_for_a_missing_template_is_the_familys(family: str, remedy: str, tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, tiny_family_config(family))
+    with pytest.raises(InputError, match=remedy):
+        load_tokenizer(tmp_path).encode(CHAT)

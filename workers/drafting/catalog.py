@@ -25,7 +25,7 @@ class MethodInfo:
     implementation: str
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    decoders: tuple[str, ...] = ("static", "threshold", "factor")
+    decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal")
     file_key: str = ""
     reads: str = ""
 

@@ -50,7 +50,8 @@ def misfit(graph: DraftGraph, cell: Cell) -> str | None:
     """Why a graph cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
     key = graph.key
     for name in (
-        "decoder", "commits_per_step", "threshold", "comparison", "factor", "temperature", "block_length", "noise",
+        "decoder", "commits_per_step", "threshold", "comparison", "factor", "confidence", "sub_block_length",
+        "temperature", "block_length", "noise",
     ):  # fmt: skip
         if name == "noise" and cell.temperature == 0:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.cell import DEFAULT_CONFIDENCE
 from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, Pairs, Path_, build_graph
@@ -52,6 +53,8 @@ def graph_key(trajectory: Trajectory) -> GraphKey:
         threshold=settings["threshold"],
         comparison=settings.get("comparison"),
         factor=settings.get("factor"),
+        confidence=settings.get("confidence", DEFAULT_CONFIDENCE),
+        sub_block_length=settings.get("sub_block_length", 0),
         temperature=trajectory.temperature,
         noise=settings["noise"],
         block_length=trajectory.block_length,

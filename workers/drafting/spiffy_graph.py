@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.workers.cell import digest
+from dlmgrid.workers.cell import DEFAULT_CONFIDENCE, digest
 from dlmgrid.workers.errors import InputError
 
 FORMAT = "dlmgrid-draft-graph-1"
@@ -50,6 +50,8 @@ class GraphKey:
     block_length: int
     comparison: str | None = None
     factor: float | None = None
+    confidence: str = DEFAULT_CONFIDENCE
+    sub_block_length: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ from dlmgrid.workers.folding.layers import Folding, run_folded_layers
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
-from dlmgrid.workers.models.layers import PassInputs, run_layers
+from dlmgrid.workers.models.layers import BlockPart, PassInputs, run_layers
 from dlmgrid.workers.models.weights import ModelWeights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -132,11 +132,14 @@ class Engine:
         store: Tensor,
         causal: bool = False,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
+        *,
+        keep: bool = False,
     ) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
 
         ``fold``: SpecFold's settings and the fold parent of each segment (-1: never folded); ``fold_report`` then says
-        what the pass recomputed.
+        what the pass recomputed. With ``keep`` the keys and values of every segment are written, also of those that do
+        not store: they count as absent, but :meth:`forward_part` reads them.
 
         A family whose prefix is token-causal sees its own block causally where it stores, and with ``causal`` in every
         segment; other families never do. Where blocks lie from the prompt's end on, a slot's block starts are equal
@@ -159,9 +162,36 @@ class Engine:
         if causal and not self._token_causal:
             raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
-        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights, causal, fold)
+        written = [True] * num if keep else store_list
+        hidden = self._run(
+            tokens, slot_list, start_list, store_list, self.weights, causal, written, fold=fold
+        )
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
+
+    def forward_part(
+        self, tokens: Tensor, slots: Tensor, block_starts: Tensor, offsets: Sequence[int]
+    ) -> Tensor:
+        """Hidden states [N, W, H] of W positions of each block, int32 ``tokens`` [N, W] from ``offsets`` on.
+
+        They see the prefix and the block's keys and values as a pass with ``keep`` left them, their own in place; those
+        are written. W divides the offsets and the block length.
+        """
+        num = len(tokens)
+        starts, slot_list = block_starts.tolist(), slots.tolist()
+        firsts = [start + offset for start, offset in zip(starts, offsets, strict=True)]
+        self._plan_cache(slot_list, starts, [False] * num)
+        part = BlockPart(
+            length=self.block_length,
+            slots=self._ints(slot_list),
+            tiles=self._ints([start // KEY_TILE for start in starts]),
+            blocks=self._ints([start % KEY_TILE // self.block_length for start in starts]),
+            offsets=self._ints(list(offsets)),
+        )
+        hidden = self._run(
+            tokens, slot_list, firsts, [True] * num, self.weights, part=part, plan_starts=starts
+        )
+        return hidden.clone()
 
     @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
@@ -228,6 +258,9 @@ class Engine:
         store: Sequence[bool],
         weights: ModelWeights,
         causal: bool = False,
+        written: Sequence[bool] | None = None,
+        part: BlockPart | None = None,
+        plan_starts: Sequence[int] | None = None,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
@@ -247,7 +280,7 @@ class Engine:
         leading = [self._leading(start) for start in starts]
         on_grid = [start + lead for start, lead in zip(starts, leading, strict=True)]
         is_causal = [causal or flag for flag in store]
-        stored = [segment for segment, flag in enumerate(store) if flag]
+        stored = [segment for segment, flag in enumerate(written or store) if flag]
         inputs = PassInputs(
             tokens=flat,
             num_segments=num,
@@ -255,7 +288,8 @@ class Engine:
             cosines=self._cosines[positions],
             sines=self._sines[positions],
             query_scale=self._query_scale(positions),
-            plan=self._plan(slots, on_grid, leading, is_causal),
+            plan=self._plan(slots, plan_starts or on_grid, leading, is_causal),
+            part=part,
             stored=self._ints(stored),
             stored_slots=self._ints([slots[segment] for segment in stored]),
             stored_starts=self._ints([on_grid[segment] for segment in stored]),

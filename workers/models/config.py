@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.shards import product, read_json, tensor_files
+
+if TYPE_CHECKING:
+    from dlmgrid.workers.models.family import Family
 
 MAX_LAYERS = 1024
 MAX_SIZE = 2**31 - 1
@@ -107,6 +110,29 @@ class ModelConfig:
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values of one position in bf16."""
         return 4 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
+    def seeds_next_block(self) -> bool:
+        """Whether the commit pass of a block gives the first token of the next one."""
+        return self._family.seeds_next_block
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The kinds of key/value cache that the model can be run with; the first is the default."""
+        return self._family.caches
+
+    def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
+        """A published decode rule of the family as fields of a cell, by default its reference implementation's.
+
+        Raises InputError for a variant that the family does not have.
+        """
+        return self._family.published_decoder(variant).settings
+
+    @property
+    def _family(self) -> Family:
+        from dlmgrid.workers.models.families import get_family
+
+        return get_family(self.family)
 
 
 class ConfigFile:

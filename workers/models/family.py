@@ -9,9 +9,10 @@ decodes. The layer loop itself is shared (:mod:`~dlmgrid.workers.models.layers`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.config import ConfigFile, ModelConfig
 
 Attention = Literal["block_causal", "token_causal", "bidirectional"]
@@ -46,6 +47,13 @@ class PublishedDecoder:
     factor: float | None = None
     confidence: str = "tempered"
     sub_block_length: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of a cell that the rule sets, by name."""
+        values = asdict(self)
+        del values["source"]
+        return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +114,7 @@ class Family:
         exactness: what a cache promises against the uncached model, in a few words.
         decoder: the reference implementation's decode rule, the default of a grid that names none.
         variants: rules of other published implementations, by name.
-        chat_template: the shipped template that fits checkpoints without one of their own.
+        chat_template: the shipped template that fits checkpoints without one of their own, "" where none is known.
         published: checkpoints known to have this layout.
     """
 
@@ -126,6 +134,20 @@ class Family:
     variants: Mapping[str, PublishedDecoder]
     chat_template: str
     published: tuple[KnownModel, ...]
+
+    def published_decoder(self, variant: str | None) -> PublishedDecoder:
+        """The decode rule of the reference implementation, or of the one called ``variant``.
+
+        Raises InputError, listing the known, for a variant that the family does not have.
+        """
+        if variant is None:
+            return self.decoder
+        if variant not in self.variants:
+            raise InputError(
+                f"variant {variant!r} is not a published decoder of the family {self.name}; "
+                f"known: {', '.join(self.variants)}"
+            )
+        return self.variants[variant]
 
     @property
     def seeds_next_block(self) -> bool:

@@ -20,12 +20,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.
 _READ_BYTES = 1 << 24
 
 
-def weight_fingerprint(folder: Path | str) -> str:
+def weight_fingerprint(folder: Path | str, *, read_at_most: int | None = None) -> str:
     """24 hexadecimal digits from the bytes of every tensor, the model's settings and the tokenizer's files.
 
     How tensors are cut into shards does not matter, nor where the folder lies. The weights are read once; the
     answer is kept in the user's cache folder (DLMGRID_CACHE, else XDG_CACHE_HOME/dlmgrid) under the paths,
-    sizes and times of all files. Raises InputError for a faulty checkpoint.
+    sizes and times of all files. Where it is not there yet and the tensors take more than ``read_at_most`` bytes,
+    nothing is read and the answer is "". Raises InputError for a faulty checkpoint.
     """
     folder = Path(folder).resolve()
     config = read_config(folder)
@@ -36,6 +37,8 @@ def weight_fingerprint(folder: Path | str) -> str:
     record = cache_folder() / "fingerprints" / f"{digest({'files': states, 'config': _settings(config)})}.txt"
     if record.exists():
         return record.read_text(encoding="ascii").strip()
+    if read_at_most is not None and sum(entry.stop - entry.start for entry in entries) > read_at_most:
+        return ""
     fingerprint = _compute(config, entries, tokenizer_files)
     record.parent.mkdir(parents=True, exist_ok=True)
     temporary = record.with_name(f"{record.name}.{os.getpid()}.part")

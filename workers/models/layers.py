@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import write_cache
@@ -18,6 +19,28 @@ from dlmgrid.kernels.operators import Operators
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.experts import run_experts
 from dlmgrid.workers.models.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPart:
+    """Segments of W positions inside blocks of ``length`` L, whose other keys and values are read from the cache."""
+
+    length: int
+    slots: Tensor  # [N] int64
+    tiles: Tensor  # [N] int64: the key tile of the block
+    blocks: Tensor  # [N] int64: which block of the tile
+    offsets: Tensor  # [N] int64: where in the block the positions begin
+
+    def block_of(self, cache: Tensor) -> Tensor:
+        """The block's entries [N, L, Hkv, d] of ``cache`` [slots, tiles, Hkv, tile, d]."""
+        by_block = cache.unflatten(3, (-1, self.length))
+        entries: Tensor = by_block[self.slots, self.tiles, :, self.blocks]
+        return entries.transpose(1, 2)
+
+    def rows(self, width: int) -> tuple[Tensor, Tensor]:
+        """Indices [N, 1] and [N, W] of the positions in [N, L]."""
+        segments = torch.arange(len(self.slots), device=self.offsets.device)[:, None]
+        return segments, self.offsets[:, None] + torch.arange(width, device=self.offsets.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +54,7 @@ class PassInputs:
     sines: Tensor  # [R, r / 2]
     query_scale: Tensor | None = None  # [R] fp32
     plan: Any  # of the operators that run the pass
+    part: BlockPart | None = None
     stored: Tensor  # [n] int64: segments that write their keys and values
     stored_slots: Tensor  # [n] int64
     stored_starts: Tensor  # [n] int64
@@ -88,7 +112,16 @@ def _attend(
     if len(inputs.stored):
         write_cache(key_cache, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
         write_cache(value_cache, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-    output, _ = operators.block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
+    if inputs.part is not None:
+        keys, values = (inputs.part.block_of(cache).contiguous() for cache in (key_cache, value_cache))
+        at = inputs.part.rows(length)
+        own = queries
+        queries = own.new_zeros(num, inputs.part.length, num_heads, width)
+        queries[at] = own
+        output, _ = operators.block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
+        output = output[at]
+    else:
+        output, _ = operators.block_attention(queries, keys, values, key_cache, value_cache, inputs.plan)
     return pad_rows(output.reshape(num * length, num_heads * width))
 
 

@@ -162,7 +162,7 @@ FAMILY = Family(
         ),
         "causal": PublishedDecoder(source="ar_generate: autoregressive", decoder="causal"),
     },
-    chat_template="nemotron",
+    chat_template="",
     published=(
         KnownModel(
             name="nvidia/Nemotron-Labs-Diffusion-3B",

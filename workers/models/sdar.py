@@ -54,7 +54,7 @@ def _published(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
         qk_norm=True,
         block_length=DEFAULT_BLOCK_LENGTH,
         mask_token_id=DEFAULT_MASK_TOKEN_ID,
-        stop_token_ids=(151645, 151643),
+        stop_token_ids=(151643, 151645),
         bos_token_id=151643,
         eos_token_id=151643,
         pad_token_id=151643,

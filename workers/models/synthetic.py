@@ -11,6 +11,7 @@ from typing import Any
 from dlmgrid.workers.models.config import ExpertConfig, ModelConfig, QueryScaling, YarnScaling
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layout import expected_tensors
+from dlmgrid.workers.models.shards import product
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 """Special tokens of the tokenizer written here, at ids 256, 257, …; ids below are single bytes."""
@@ -106,13 +107,62 @@ def write_random_checkpoint(
     write_byte_tokenizer(folder / "tokenizer.json")
 
 
+def write_full_shape_checkpoint(
+    folder: Path, config: ModelConfig, *, shard_bytes: int = 4_000_000_000, device: str = "cpu", seed: int = 0
+) -> None:
+    """Write a checkpoint of a published shape with random bf16 weights, one shard of at most ``shard_bytes`` in memory
+    at a time (a larger tensor has its own). Drawn on ``device``: a GPU takes seconds where a CPU takes minutes.
+
+    Norms are ones; other weights are normal with the variance 1 / K of their input width, so that activations stay
+    in range whatever the depth.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    shards: list[list[str]] = [[]]
+    places, filled = expected_tensors(config), 0
+    for name, shape in places.items():
+        size = 2 * product(shape)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    files: dict[str, str] = {}
+    for index, names in enumerate(shards, 1):
+        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for name in names:
+            shape = places[name]
+            if len(shape) == 1:
+                tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+                continue
+            values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            tensors[name] = values.normal_(0.0, shape[-1] ** -0.5, generator=generator).cpu()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    total = sum(2 * product(shape) for shape in places.values())
+    index_values = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_values), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config_json(config), indent=1), encoding="utf-8")
+    write_byte_tokenizer(folder / "tokenizer.json", names_mask=False)
+    added = {"<|mask|>": config.mask_token_id}
+    added |= {f"<|stop {token}|>": token for token in config.stop_token_ids}
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+
+
 def config_json(config: ModelConfig) -> dict[str, object]:
     """The config.json of a checkpoint with these settings, as its family publishes it."""
     return get_family(config.family).config_json(config)
 
 
-def write_byte_tokenizer(path: Path) -> None:
-    """A tokenizer.json with one token a byte and the special tokens after them; nothing is merged."""
+def write_byte_tokenizer(path: Path, *, names_mask: bool = True) -> None:
+    """A tokenizer.json with one token a byte and the special tokens after them; nothing is merged.
+
+    Without ``names_mask`` there are no special tokens: a larger model has its own ids for them.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -121,5 +171,6 @@ def write_byte_tokenizer(path: Path) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    if names_mask:
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.save(str(path))

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, read_items
@@ -74,6 +75,16 @@ def get_benchmark(name: str) -> FakeBenchmark:
 class FakeShape:
     block_length: int
     max_position_embeddings: int
+    family: str = "fake"
+    seeds_next_block: bool = False
+    caches: tuple[str, ...] = ("block",)
+
+    def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
+        if variant not in (None, "strict"):
+            raise InputError(f"variant {variant!r} is not a published decoder; known: strict")
+        if variant is None:
+            return {"decoder": "static"}
+        return {"decoder": "threshold", "threshold": 0.9, "comparison": "sdar"}
 
 
 def resolve_checkpoint(name: str, revision: str) -> Path:
@@ -89,7 +100,7 @@ def check_checkpoint(folder: Path, block_length: int | None) -> FakeShape:
         raise InputError(
             f"{folder}: block_length {block_length} does not fit a model of {config['block_length']}"
         )
-    return FakeShape(config["block_length"], config["max_position_embeddings"])
+    return FakeShape(**config)
 
 
 def check_prompts(folder: Path, chat_template: str, items: Sequence[Item]) -> None:
@@ -102,9 +113,17 @@ def weight_fingerprint(folder: Path) -> str:
 
 
 def write_fake_checkpoint(
-    folder: Path, *, block_length: int = 32, max_position_embeddings: int = 512
+    folder: Path,
+    *,
+    block_length: int = 32,
+    max_position_embeddings: int = 512,
+    seeds_next_block: bool = False,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    shape = {"block_length": block_length, "max_position_embeddings": max_position_embeddings}
+    shape: dict[str, Any] = {
+        "block_length": block_length,
+        "max_position_embeddings": max_position_embeddings,
+        "seeds_next_block": seeds_next_block,
+    }
     (folder / "config.json").write_text(json.dumps(shape))
     return folder

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.decoding.commit_rules import build_rule
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models import catalog
 from dlmgrid.workers.models.catalog import known_models, resolve_checkpoint
+from dlmgrid.workers.models.checkpoint import expected_tensors, read_config
+from dlmgrid.workers.models.families import FAMILIES
+from dlmgrid.workers.models.family import Family
 
 
 def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +105,53 @@ def test_a_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
 
 
 def test_the_catalogue_agrees_with_the_published_sizes() -> None:
-    sizes = {model.name: model.weight_bytes for model in known_models()}
-    assert sizes["JetLM/SDAR-4B-Chat"] == 8_822_848_512
-    assert sizes["JetLM/SDAR-8B-Chat"] == 16_381_470_720
-    assert all(model.cache == "block (exact)" for model in known_models())
+    models = {model.name.partition("/")[2]: model for model in known_models()}
+    assert models["SDAR-4B-Chat"].weight_bytes == 8_822_848_512
+    assert models["SDAR-8B-Chat"].weight_bytes == 16_381_470_720
+    assert models["SDAR-8B-Chat"].cache == "block (exact)"
+    billions = {"LLaDA2.0-mini": 16.256, "Fast_dLLM_v2_1.5B": 1.5437, "Fast_dLLM_v2_7B": 7.6156}
+    for name, count in billions.items():
+        digits = len(str(count).partition(".")[2])
+        assert round(models[name].parameters / 1e9, digits) == count
+    gibibytes = {"Nemotron-Labs-Diffusion-8B": 15.81, "Nemotron-Labs-Diffusion-14B": 25.16}
+    for name, size in gibibytes.items():
+        assert round(models[name].weight_bytes / 2**30, 2) == size
+    tensors = {"Fast_dLLM_v2_1.5B": 338, "Nemotron-Labs-Diffusion-14B": 363}
+    for name, number in tensors.items():
+        assert len(expected_tensors(models[name].config)) == number
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_reads_what_it_writes(family: Family, tmp_path: Path) -> None:
+    for model in family.published:
+        folder = tmp_path / model.name.replace("/", "-")
+        folder.mkdir()
+        values = family.config_json(model.config)
+        (folder / "config.json").write_text(json.dumps(values))
+        weight_map = dict.fromkeys(expected_tensors(model.config), "shard.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (folder / "shard.safetensors").touch()
+        assert read_config(folder) == model.config
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_published_decoder_builds_its_rule(family: Family) -> None:
+    block_length = family.published[0].block_length
+    for rule in (family.decoder, *family.variants.values()):
+        cell = Cell(
+            model="m", benchmark="b", prompt_version="1", method="none", budget=0, temperature=0.7,
+            block_length=block_length, gen_length=8, **rule.settings,
+        )  # fmt: skip
+        assert build_rule(cell).confidence == rule.confidence
+    with pytest.raises(
+        InputError, match=f"'none-such' is not a published decoder of the family {family.name}"
+    ):
+        family.published_decoder("none-such")
+
+
+def test_families_are_read_without_torch() -> None:
+    code = (
+        "import sys; from dlmgrid.workers.models.families import FAMILIES, known_models; "
+        "assert all(model.parameters for model in known_models()); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])

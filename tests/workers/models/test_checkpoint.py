@@ -23,6 +23,7 @@ from dlmgrid.workers.models.checkpoint import (
     read_config,
     stream_tensors,
 )
+from dlmgrid.workers.models.families import FAMILIES
 from dlmgrid.workers.models.shards import read_entries
 from dlmgrid.workers.models.synthetic import tiny_config, write_random_checkpoint
 
@@ -166,7 +167,10 @@ def test_bad_json(folder: Path, text: str) -> None:
 
 def test_unknown_family_lists_the_known(folder: Path) -> None:
     edit_json(folder / "config.json", lambda values: values.update(model_type="mamba"))
-    assert fault(folder).endswith("model_type is 'mamba'; known families: sdar")
+    assert fault(folder).endswith(
+        "model_type is 'mamba'; known families: "
+        + ", ".join(name for family in FAMILIES.values() for name in family.model_types)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""Families through a grid: published rules, caches, refusals before a model loads, and rows that hold together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dlmgrid.cluster.cells import find_models, load_questions, make_cells
+from dlmgrid.cluster.check import own_faults
+from dlmgrid.cluster.grid import parse_grid
+from dlmgrid.cluster.sources import installed_sources
+from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.items import Item, write_items
+from dlmgrid.workers.models.families import FAMILIES
+from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
+from dlmgrid.workers.unit_runner import UnitRunner
+from dlmgrid.workers.units import Key, WorkUnit
+
+NAMES = ("sdar", "llada2", "fast_dllm_v2", "nemotron")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family in NAMES:
+        made[family] = tmp_path_factory.mktemp(family)
+        write_random_checkpoint(made[family], tiny_family_config(family, block_length=8), scale=0.3)
+    return made
+
+
+def cells_of(folder: Path, **settings: Any) -> list[Cell]:
+    model = {"path": str(folder), **settings.pop("model", {})}
+    values = {
+        "name": "families", "models": [model], "benchmarks": [{"name": "words", "limit": 1, "gen_length": 8}],
+        "temperatures": [0.7], "methods": ["none"], "budgets": [4],
+    }  # fmt: skip
+    grid = parse_grid(yaml.safe_dump(values | settings), "grid")
+    sources = installed_sources()
+    models = find_models(grid, sources)
+    questions = load_questions(grid, sources, None, None)
+    works = make_cells(grid, models, questions, {str(folder): "f" * 24}, Path("inputs"))
+    return [work.cell for work in works]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_grid_that_names_no_decoder_takes_the_reference_implementations(
+    family: str, folders: dict[str, Path]
+) -> None:
+    (cell,) = cells_of(folders[family])
+    rule = FAMILIES[family].decoder
+    assert {name: getattr(cell, name) for name in rule.settings} == rule.settings
+    assert (cell.family, cell.cache, cell.claim) == (family, FAMILIES[family].caches[0], "exact")
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_other_published_decoders_are_chosen_by_name(family: str, folders: dict[str, Path]) -> None:
+    for name, rule in FAMILIES[family].variants.items():
+        (cell,) = cells_of(folders[family], decoder={"name": "published", "variant": name})
+        assert {key: getattr(cell, key) for key in rule.settings} == rule.settings
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        (
+            "sdar",
+            {"decoder": {"name": "published", "variant": "sgland"}},
+            "variant 'sgland' is not a published decoder of the family sdar; known: generate, sequential",
+        ),
+        ("sdar", {"model": {"cache": "dual"}}, "cache 'dual' is not one of block, which its family has"),
+        (
+            "fast_dllm_v2",
+            {"decoder": {"name": "static", "fused_commit": True}},
+            "its commit pass gives the first token of the next block.*remove fused_commit",
+        ),
+        (
+            "nemotron",
+            {"decoder": {"name": "published", "fused_commit": True}},
+            "its commit pass gives the first token of the next block.*remove fused_commit",
+        ),
+        (
+            "fast_dllm_v2",
+            {"model": {"cache": "sub_block"}, "methods": ["ssd"]},
+            "with cache sub_block a state's next step depends on the path.*remove method 'ssd' or the cache",
+        ),
+        (
+            "llada2",
+            {"decoder": {"name": "static", "sub_block_length": 3}},
+            "sub_block_length 3 does not divide its block of 8 tokens",
+        ),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused_before_a_model_loads(
+    family: str, settings: dict[str, Any], message: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        cells_of(folders[family], **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_sub_block_cache_is_a_cell_of_its_own_with_its_own_claim(folders: dict[str, Path]) -> None:
+    (plain,) = cells_of(folders["fast_dllm_v2"])
+    (cached,) = cells_of(folders["fast_dllm_v2"], model={"cache": "sub_block"})
+    assert (cached.cache, cached.claim) == ("sub_block", "approximate")
+    assert cached.cell_key != plain.cell_key
+    assert cached.is_reference
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("stops", [False, True], ids=["to-the-end", "stopped"])
+def test_rows_of_every_family_hold_together(
+    family: str, stops: bool, folders: dict[str, Path], tmp_path: Path, make_unit: Callable[..., WorkUnit]
+) -> None:
+    folder = folders[family]
+    runner = UnitRunner(actor="test")
+    (cell,) = cells_of(folder)
+    cell = replace(
+        cell, temperature=0.0, threshold=cell.threshold and 0.4, weight_fingerprint="", gen_length=20
+    )
+    free = make_unit(cell, folder)
+    runner.run(free)
+    rows = pq.read_table(free.output).to_pylist()
+    if stops:  # a stop id that the first answer meets
+        token = rows[0]["token_ids"][9]
+        folder = tmp_path / "stopping"
+        folder.mkdir()
+        for path in folders[family].iterdir():
+            (folder / path.name).symlink_to(path)
+        values = json.loads((folder / "config.json").read_text()) | {"eos_token_id": token}
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(values))
+        free = make_unit(cell, folder)
+        runner.run(free)
+        rows = pq.read_table(free.output).to_pylist()
+        assert rows[0]["stop_reason"] == "eos"
+    drafted = replace(
+        make_unit(replace(cell, method="ssd", budget=4), folder), reference_shards=(free.output,)
+    )
+    runner.run(drafted)
+    for row in rows + pq.read_table(drafted.output).to_pylist():
+        assert row["error"] is None
+        assert (row["exact_tokens"], row["exact_path"], row["exact_bits"]) == (True, True, True)
+        assert list(own_faults(row)) == []
+        assert row["family"] == family
+        assert bool(row["seed_positions"]) == (family in ("fast_dllm_v2", "nemotron"))
+
+
+@pytest.fixture
+def make_unit(tmp_path: Path) -> Callable[..., WorkUnit]:
+    items = [Item(item_id=f"item-{count}", prompt="abcdefghijklmnopq"[:count]) for count in (8, 13)]
+    write_items(tmp_path / "items.jsonl", items)
+    made: list[WorkUnit] = []
+
+    def make(cell: Cell, folder: Path) -> WorkUnit:
+        made.append(
+            WorkUnit(
+                cell=cell,
+                keys=tuple(Key(item.item_id, 0) for item in items),
+                checkpoint=str(folder),
+                inputs=str(tmp_path / "items.jsonl"),
+                output=str(tmp_path / f"{len(made)}.parquet"),
+            )
+        )
+        return made[-1]
+
+    return make
