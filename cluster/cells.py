@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dlmgrid.cluster.decoder_settings import check_canvas, decoder_settings
+from dlmgrid.cluster.decoder_settings import check_canvas, check_canvas_kernels, decoder_settings
 from dlmgrid.cluster.grid import (
     BenchmarkEntry,
     DecoderEntry,
@@ -241,6 +242,20 @@ def check_prompts(models: Sequence[Model], questions: Sequence[Questions], sourc
             sources.check_prompts(model.folder, model.entry.chat_template, items)
 
 
+def _fold_fields(method: MethodEntry) -> dict[str, Any]:
+    """The cell's fields for what a method's entry says of folding."""
+    fold = method.fold
+    if fold is None:
+        return {}
+    values = fold.values
+    return {
+        "fold_tau": max(values),
+        "fold_tau_by_layer": ",".join(map(str, values)) if len(values) > 1 else "",
+        "fold_gate": fold.gate,
+        "fold_recheck": fold.recheck,
+    }
+
+
 def make_cells(
     grid: Grid, models: list[Model], questions: list[Questions], fingerprints: Mapping[str, str], inputs: Path
 ) -> list[CellWork]:
@@ -253,6 +268,7 @@ def make_cells(
     for model in models:
         for asked in questions:
             with naming(f"model {model.entry.path!r} on benchmark {asked.entry.name!r}"):
+                check_canvas_kernels(grid, model.shape)
                 for decoder in grid.decoder:
                     check_canvas(model.entry, model.shape, decoder, asked.gen_length)
     works: dict[str, CellWork] = {}
@@ -352,6 +368,7 @@ def _cells(
                     method=method.name,
                     gamma=method.gamma,
                     product_tau=method.product_tau,
+                    **_fold_fields(method),
                     budget=budget,
                     temperature=float(temperature),
                     verification=grid.verification,

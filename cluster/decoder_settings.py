@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlmgrid.cluster.grid import DRAW_SETTINGS, DecoderEntry, ModelEntry
+from dlmgrid.cluster.grid import DRAW_SETTINGS, DecoderEntry, Grid, ModelEntry
 from dlmgrid.cluster.sources import ModelShape
 from dlmgrid.workers.cell import APPROXIMATE_CACHES, CANVAS_CACHES, SCHEDULES, SHIFTED_CANVAS_FAMILIES
 from dlmgrid.workers.errors import InputError
@@ -51,6 +51,22 @@ def check_canvas(entry: ModelEntry, shape: ModelShape, decoder: DecoderEntry, ge
         raise InputError(
             f"steps {num_steps} gives a block {num_steps // num_blocks}; with cache {cache} a block needs 2, since the "
             "first opens its first position alone"
+        )
+
+
+def check_canvas_kernels(grid: Grid, shape: ModelShape) -> None:
+    """Raises InputError where a grid asks a bidirectional model for passes that it does not have."""
+    if not set(CANVAS_CACHES) & set(shape.caches):
+        return
+    if grid.kernels != "torch":
+        raise InputError(
+            f"kernels: {grid.kernels} has no attention over the canvas of a bidirectional model; use kernels: torch"
+        )
+    folded = [method.name for method in grid.methods if method.fold is not None]
+    if folded:
+        raise InputError(
+            f"a bidirectional model's canvases do not fold; remove fold from method {folded[0]!r} or give the model "
+            "a grid of its own"
         )
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -49,6 +49,8 @@ if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(index)
         found["devices"].append([torch.cuda.get_device_name(index), free, total])
     found["bf16"] = torch.cuda.is_bf16_supported()
+    from dlmgrid.kernels.triton_support import usable_types
+    found["kernels"] = usable_types("cuda")
 print(json.dumps(found))
 """
 
@@ -229,6 +231,21 @@ def check_devices() -> Iterator[Finding]:
         )
     if not found["bf16"]:
         yield Finding(level=Level.WARN, subject="gpu", state="no bf16", remedy="use dtype: float32")
+    yield from kernel_findings(found["kernels"])
+
+
+def kernel_findings(reasons: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether ``kernels: triton`` works on the GPU, from the reason ("" for none) against each dtype.
+
+    What the kernels ask of a model (head width, vocabulary) is said when a run loads it.
+    """
+    working = [dtype for dtype, reason in reasons.items() if not reason]
+    if working:
+        yield Finding(level=Level.OK, subject="kernels", state=f"triton works here for {', '.join(working)}")
+    for dtype, reason in reasons.items():
+        if reason:
+            state, _, remedy = reason.removeprefix("kernels: ").partition("; ")
+            yield Finding(level=Level.WARN, subject="kernels", state=f"{dtype}: {state}", remedy=remedy)
 
 
 def check_memory() -> Iterator[Finding]:

@@ -97,6 +97,23 @@ class BenchmarkEntry(_Entry):
     gen_length: Count | None = None
 
 
+Tau = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class FoldEntry(_Entry):
+    """SpecFold over a drafter: positions closer than ``tau`` to their parent reuse what it computed. ``tau`` is one
+    number or one a layer; ``gate`` compares with the ``parent`` or its ``source``; ``recheck`` computes the walked
+    nodes again unfolded, so that the output stays the serialized run's."""
+
+    tau: Tau | Annotated[list[Tau], Field(min_length=1)]
+    gate: Literal["parent", "source"] = "parent"
+    recheck: bool = False
+
+    @property
+    def values(self) -> list[float]:
+        return [float(value) for value in (self.tau if isinstance(self.tau, list) else [self.tau])]
+
+
 class MethodEntry(_Entry):
     """A drafting method; its own ``budgets`` replace the grid's.
 
@@ -111,11 +128,20 @@ class MethodEntry(_Entry):
     graph: Annotated[list[Name], Field(min_length=1)] | None = None
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
     product_tau: Annotated[float, Field(gt=0, lt=1)] | None = None
+    fold: FoldEntry | None = None
 
     @field_validator("graph", mode="before")
     @classmethod
     def _one_or_many_graphs(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _folds_drafts(self) -> MethodEntry:
+        if self.fold is not None and self.product_tau is not None:
+            raise ValueError("fold and product_tau do not go together; remove one of the two")
+        if self.fold is not None and self.name == "none":
+            raise ValueError("method none drafts nothing that could fold; remove fold")
+        return self
 
 
 DRAW_SETTINGS = ("confidence", "alg_temp", "top_p", "top_k", "eos_policy")
@@ -285,12 +311,17 @@ class Grid(_Entry):
         for method in self.methods:
             if method.name != "none" and method.budgets is None and self.budgets is None:
                 raise ValueError(f"method {method.name!r} needs budgets; add budgets: [8] to the grid")
-        if self.kernels == "triton":
-            raise ValueError("kernels: triton is not in this release; use kernels: torch")
-        if self.numerics == "exact" and self.resources.device == "cuda":
+        if self.numerics == "exact" and self.resources.device == "cuda" and self.kernels == "torch":
             raise ValueError(
-                "numerics: exact holds on the CPU only in this release; with device: cuda use numerics: fast, whose "
-                "rows are compared as well"
+                "numerics: exact on a GPU needs kernels: triton (the torch twins fix their bits on the CPU only); "
+                "or use numerics: fast, whose rows are compared as well"
+            )
+        has_folds = any(method.fold is not None for method in self.methods)
+        if has_folds and self.kernels == "triton":
+            raise ValueError("fold runs with kernels: torch; put the folded methods into a grid of their own")
+        if has_folds and any(decoder.window for decoder in self.decoder):
+            raise ValueError(
+                "fold and window do not go together; put the folded methods into a grid of their own"
             )
         return self
 

@@ -78,6 +78,10 @@ def plan_replay(
         raise InputError(
             "verification greedy_match leaves the serialized path at T > 0, so it cannot be replayed; run it live"
         )
+    if any(method.fold is not None for method in grid.methods):
+        raise InputError(
+            "fold changes what a pass computes, so it is measured live only; remove it or use dlmgrid run"
+        )
     for method in grid.methods:
         if not ALL_METHODS[method.name].lossless:
             raise InputError(

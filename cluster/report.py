@@ -32,6 +32,9 @@ METHOD_FIELDS = (
     "window",
     "gamma",
     "fold_tau",
+    "fold_tau_by_layer",
+    "fold_gate",
+    "fold_recheck",
     "product_tau",
 )
 
@@ -111,9 +114,11 @@ class CellReport:
     def is_exact(self) -> bool:
         """True when at least one row was checked and every checked row is equal at all three levels.
 
-        Never under ``greedy_match``, whose law is biased: rows that happen to be equal are luck.
+        Never under ``greedy_match``, whose law is biased, or where passes fold without a recheck: rows that happen to
+        be equal are luck.
         """
-        if self.settings["verification"] == "greedy_match":
+        is_folded = self.settings["fold_tau"] not in (None, 0.0) and not self.settings["fold_recheck"]
+        if self.settings["verification"] == "greedy_match" or is_folded:
             return False
         return all(level.checked > 0 and level.equal == level.checked for level in self.exact.values())
 

@@ -1,12 +1,14 @@
 """``make bench``: how long a verification pass takes on this device, against stock transformers in the same run.
 
 usage: python -m dlmgrid.jobs.bench [--checkpoint DIR] [--device cpu|cuda] [--dtype float32] [--prefix 512]
-                                    [--budgets 0 3 8 20] [--out FILE.json]
+                                    [--budgets 0 3 8 20] [--shapes NAME …] [--taus T …] [--items N] [--out FILE.json]
 
 For each draft budget D the table has the time of one packed pass over (1 + D) blocks behind a shared prefix, head
 included on the rows of one block a walked state, and the same work by the stock transformers class of the
 checkpoint's layout (cached prefix, explicit mask, 1 + D copies in the batch). Weights are the checkpoint's own, so
-both do the same work; times hold on this device only, ratios are what to compare. Results go to a JSON file with
+both do the same work. With ``--shapes`` passes by model shape over their floor (all shapes on a GPU), with ``--taus``
+folded passes, with ``--items`` decoding end to end, by samples in flight and by part. Times hold on this device only,
+ratios are what to compare. Results go to a JSON file with
 device, versions and commit. Needs torch and transformers, nothing else.
 """
 
@@ -26,7 +28,19 @@ import torch
 from torch import Tensor
 
 import dlmgrid
-from dlmgrid.kernels.benchmark import Timing, measure
+from dlmgrid.jobs.bench_shapes import SHAPES
+from dlmgrid.jobs.bench_tables import (
+    EXACT,
+    FAST,
+    add_exact_over_fast,
+    batch_table,
+    decode_table,
+    fold_table,
+    part_table,
+    pass_table,
+    random_prompts,
+)
+from dlmgrid.kernels.benchmark import Timing, measure, measure_ceilings
 from dlmgrid.workers.engine.engine import DTYPES, Engine, load_engine
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.checkpoint import ModelConfig, stream_tensors
@@ -43,6 +57,11 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     parser.add_argument("--prefix", type=int, default=512, help="cached tokens before the block")
     parser.add_argument("--budgets", type=int, nargs="+", default=[0, 3, 8, 20])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="models by shape, random weights")
+    parser.add_argument("--taus", type=float, nargs="*", help="folded passes of the checkpoint")
+    parser.add_argument("--items", type=int, default=0, help="prompts of the decoding tables (0: none)")
+    parser.add_argument("--gen-length", type=int, default=256)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
     arguments = parser.parse_args()
@@ -63,8 +82,49 @@ def main() -> int:
                     "speed_up": stock[budget].median_ms / timing.median_ms,
                 }
             )
-    write_report(rows, folder, arguments)
+    write_report(rows, more_tables(folder, arguments), folder, arguments)
     return 0
+
+
+def more_tables(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The tables that the arguments ask for: passes by shape, folded passes, decoding, batches, time by part."""
+    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+    tables: dict[str, Any] = {}
+    shapes = ["SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m"] if device.type == "cuda" else []
+    if asked := shapes if arguments.shapes is None else arguments.shapes:
+        ceilings = measure_ceilings(device, dtype)
+        tables["ceilings"] = asdict(ceilings)
+        modes = [FAST, ("triton", "fast"), EXACT] if device.type == "cuda" else [FAST, ("torch", "exact")]
+        passes = [
+            row
+            for shape in asked
+            for row in pass_table(
+                shape, arguments.budgets, arguments.prefix, modes, device=arguments.device, dtype=dtype,
+                ceilings=ceilings, repeats=arguments.repeats,
+            )
+        ]  # fmt: skip
+        tables["passes"] = add_exact_over_fast(passes)
+    if not arguments.taus and not arguments.items:
+        return tables
+    engine = load_engine(
+        folder, num_slots=max(arguments.in_flight), max_length=arguments.prefix + arguments.gen_length + 64,
+        device=arguments.device, dtype=arguments.dtype, numerics="exact" if device.type == "cpu" else "fast",
+        self_test=False,
+    )  # fmt: skip
+    if arguments.taus:
+        tables["folded"] = [
+            row
+            for budget in arguments.budgets
+            if budget
+            for row in fold_table(engine, budget, arguments.prefix, arguments.taus, arguments.repeats)
+        ]
+    if arguments.items:
+        prompts = random_prompts(engine.config, arguments.items, min(64, arguments.prefix or 64))
+        length = arguments.gen_length
+        tables["decoding"] = decode_table(engine, arguments.budgets, prompts, length)
+        tables["in_flight"] = batch_table(engine, arguments.in_flight, prompts, length)
+        tables["parts"] = part_table(engine, max(arguments.budgets), prompts, length)
+    return tables
 
 
 def time_engine(folder: Path, numerics: str, arguments: argparse.Namespace) -> dict[int, Timing]:
@@ -194,7 +254,9 @@ def random_tokens(config: ModelConfig, num_rows: int, length: int) -> Tensor:
     return torch.randint(0, config.vocab_size, (num_rows, length), generator=generator, dtype=torch.int32)
 
 
-def write_report(rows: list[dict[str, Any]], folder: Path, arguments: argparse.Namespace) -> None:
+def write_report(
+    rows: list[dict[str, Any]], tables: dict[str, Any], folder: Path, arguments: argparse.Namespace
+) -> None:
     """Print the table and write the JSON file."""
     report = {
         "what": "one packed verification pass with the head of one block, milliseconds",
@@ -210,6 +272,7 @@ def write_report(rows: list[dict[str, Any]], folder: Path, arguments: argparse.N
         "commit": commit(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
+        "tables": tables,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -218,6 +281,22 @@ def write_report(rows: list[dict[str, Any]], folder: Path, arguments: argparse.N
     for row in rows:
         engine, stock = row["engine"]["median_ms"], row["transformers"]["median_ms"]
         print(f"{row['numerics']:8} {row['budget']:6} {engine:11.2f} {stock:17.2f} {row['speed_up']:14.2f}")
+    for row in tables.get("passes", []):
+        print(
+            f"{row['shape']:14} {row['kernels']:6} {row['numerics']:5} D {row['budget']:3} "
+            f"{row['pass']['median_ms']:9.2f} ms, {row['over_floor']:6.2f} x floor"
+            + (f", {row['over_fast']:.2f} x fast" if "over_fast" in row else "")
+        )
+    for row in tables.get("folded", []):
+        print(
+            f"folded D {row['budget']:3} tau {row['tau']:g}: recomputes {row['recompute_ratio']:.2f}, "
+            f"{row['folded']['median_ms']:.2f} ms against {row['unfolded']['median_ms']:.2f} ms"
+        )
+    for row in [*tables.get("decoding", []), *tables.get("in_flight", [])]:
+        print(
+            f"{row['method']:16} D {row['budget']:3} in flight {row['in_flight']:3}: {row['tokens_per_second']:8.1f} "
+            f"tokens/s, {row['over_draft_free']:.2f} x; same bits {row['same_bits']} of {row['items']}"
+        )
     print(f"written to {arguments.out}")
 
 

@@ -43,3 +43,59 @@ def measure(
     return Timing(
         median_ms=statistics.median(times), fastest_ms=min(times), slowest_ms=max(times), repeats=repeats
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """What the device does at best, read in the same run: bytes copied and FLOPs of a square product, a second."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Copy bandwidth (read and write counted) and the rate of a large product on random data."""
+    is_gpu = device.type == "cuda"
+    source = torch.randn((1 << 28) if is_gpu else (1 << 24), device=device)
+    target = torch.empty_like(source)
+    copy = measure(lambda: target.copy_(source), device)
+    size = 8192 if is_gpu else 1024
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = measure(lambda: left @ right, device)
+    return Ceilings(
+        bytes_per_second=2 * source.nbytes / copy.median_ms * 1e3,
+        flops_per_second=2 * size**3 / product.median_ms * 1e3,
+    )
+
+
+def pass_floor_ms(
+    ceilings: Ceilings, *, hidden: int, layers: int, heads: int, kv_heads: int, width: int, inner: int, vocab: int,
+    rows: int, head_rows: int, prefix: int, bytes_per_value: int,
+) -> float:  # fmt: skip
+    """Least time of a verification pass: Σ over its operations of max(bytes / bandwidth, FLOPs / rate).
+
+    Products of a layer and of the head on ``head_rows``, attention of ``rows`` query rows over ``prefix`` keys that are
+    read once and a block of their own, and the logits written and read once. Norms and rotary embedding are left out:
+    they can be fused.
+    """
+
+    def operation(num_bytes: float, flops: float) -> float:
+        return max(num_bytes / ceilings.bytes_per_second, flops / ceilings.flops_per_second)
+
+    def product(outputs: int, inputs: int, count: int) -> float:
+        moved = bytes_per_value * (outputs * inputs + count * (outputs + inputs))
+        return operation(moved, 2.0 * count * outputs * inputs)
+
+    attention = operation(
+        bytes_per_value * (2 * (prefix + rows) * kv_heads + 2 * rows * heads) * width,
+        4.0 * rows * heads * width * (prefix + 32),
+    )
+    layer = (
+        product((heads + 2 * kv_heads) * width, hidden, rows)
+        + attention
+        + product(hidden, heads * width, rows)
+        + product(2 * inner, hidden, rows)
+        + product(hidden, inner, rows)
+    )
+    logits = operation(8.0 * head_rows * vocab, 0.0)
+    return 1e3 * (layers * layer + product(vocab, hidden, head_rows) + logits)

@@ -47,7 +47,9 @@ class Cell:
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
     the ``threshold`` decoder, ``factor`` to ``factor``, ``steps`` (of a whole generation) to ``llada`` and ``dream``,
     ``confidence`` (what is compared) and ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all,
-    ``gamma`` to SPOT-γ, ``fold_tau`` to SpecFold, ``product_tau`` to SPOT-Sets; each is None where it does not apply.
+    ``gamma`` to SPOT-γ, ``product_tau`` to SPOT-Sets, ``fold_tau`` to SpecFold (with ``fold_tau_by_layer``,
+    comma-separated, where it differs by layer and ``fold_tau`` is the largest; what the gate compares with; whether
+    walked nodes are computed again unfolded); each is None where it does not apply.
     ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None
     where not set. ``fused_commit`` joins a block's commit pass with the next block's first pass: fewer forwards, the
     same tokens. ``window`` lets drafts leave their block: ``cross_block``, ``refresh``, ``full`` for both, "" for
@@ -87,6 +89,9 @@ class Cell:
     window: str = ""
     gamma: float | None = None
     fold_tau: float | None = None
+    fold_tau_by_layer: str = ""
+    fold_gate: str = "parent"
+    fold_recheck: bool = False
     product_tau: float | None = None
     cache: str = "block"
     block_length: int
@@ -121,6 +126,9 @@ class Cell:
                 gamma=None,
                 verification="coupled",
                 fold_tau=None,
+                fold_tau_by_layer="",
+                fold_gate="parent",
+                fold_recheck=False,
                 product_tau=None,
                 window="",
             )
@@ -168,7 +176,8 @@ class Cell:
         cell = self.canonical()
         if cell.method == IMPORTED or cell.numerics == "fast" or cell.verification == "greedy_match":
             return False
-        return cell.product_tau is None and cell.fold_tau in (None, 0.0)
+        keeps_rows = cell.fold_tau in (None, 0.0) or cell.fold_recheck
+        return cell.product_tau is None and keeps_rows
 
     @property
     def opens_first_position(self) -> bool:

@@ -57,7 +57,7 @@ def generation_row(
         nfe_commit=generation.nfe_commit,
         nfe_draft=0,
         nfe_total=nfe_total,
-        rounds=generation.nfe_denoise,
+        rounds=len(generation.accepted),
         accepted=generation.accepted,
         accepted_per_round=sum(generation.accepted) / max(1, len(generation.accepted)),
         argmax_commits=generation.argmax_commits,
@@ -67,6 +67,16 @@ def generation_row(
         batch_size=generation.batch_size,
         batch_position=generation.batch_position,
     )
+    if generation.fold_rows:
+        ratios = [count / generation.fold_rows for count in generation.fold_recomputed]
+        row.update(recompute_ratios=ratios, recompute_ratio=sum(ratios) / len(ratios))
+    if profiled and cell.fold_tau is not None:
+        row.update(
+            seconds_select=seconds.select,
+            seconds_move=seconds.move,
+            seconds_compute=seconds.compute,
+            seconds_correct=seconds.correct,
+        )
     if profiled:
         row.update(
             seconds_draft=seconds.draft,

@@ -32,6 +32,7 @@ from dlmgrid.workers.engine.canvas import CanvasEngine
 from dlmgrid.workers.engine.family_engine import FamilyEngine, is_bidirectional, open_engine, with_room
 from dlmgrid.workers.engine.sub_blocks import SubBlockTarget
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
+from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.generation_rows import generation_row, set_verdict
 from dlmgrid.workers.items import Item, read_items
 from dlmgrid.workers.models.checkpoint import read_config
@@ -325,7 +326,7 @@ def make_decoder(
     if isinstance(engine, CanvasEngine):
         return CanvasDecoder(engine, drafter, settings, recorder)
     target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
-    return Decoder(target, drafter, settings, recorder)
+    return Decoder(target, drafter, settings, recorder, engine.logits_pass)
 
 
 def decode_settings(cell: Cell, engine: FamilyEngine, *, profiled: bool) -> DecodeSettings:
@@ -351,7 +352,18 @@ def decode_settings(cell: Cell, engine: FamilyEngine, *, profiled: bool) -> Deco
         stop_rule="prefix" if is_causal else family.stop_rule,
         window=cell.window,
         product_tau=cell.product_tau,
+        fold=fold_settings(cell),
         profiled=profiled,
+    )
+
+
+def fold_settings(cell: Cell) -> FoldSettings | None:
+    """SpecFold's settings of a cell; None where it does not fold."""
+    if cell.fold_tau is None:
+        return None
+    by_layer = [float(value) for value in cell.fold_tau_by_layer.split(",") if value]
+    return FoldSettings(
+        tau=tuple(by_layer) or (cell.fold_tau,), gate=cell.fold_gate, recheck=cell.fold_recheck
     )
 
 

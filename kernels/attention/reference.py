@@ -39,6 +39,9 @@ _KEYS_AT_ONCE = 1 << 12
 
 LEAST_EXPONENT = -80.0
 
+State = tuple[Tensor, Tensor, Tensor]
+"""An online softmax under way: maximum [n, Hkv, M], sum and unnormalised output [n, Hkv, M, d]."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileGroup:
@@ -217,9 +220,75 @@ def _attend_group(
 
     ``rows`` [n, Hkv, M, d] are scaled queries.
     """
+    before, within = prefix_states(rows, key_cache, value_cache, tiles)
+    return finish_own_tile(rows, keys, values, key_cache, value_cache, tiles, before, within)
+
+
+def prefix_states(
+    rows: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: TileGroup
+) -> tuple[State | None, State | None]:
+    """Online-softmax states of scaled queries ``rows`` [n, Hkv, M, d] over the tiles before the one with the block.
+
+    First the whole splits, merged; then the tiles of the last split before the own one. None where there are none.
+    """
     num, num_kv_heads, num_rows, width = rows.shape
     full = tiles.num_tiles - 1
+    if not full:
+        return None, None
+    # tiles that lie whole in the cache: shared by the branches of a sample, read in place
+    num_entries = full * num_kv_heads
+    prefix_keys = key_cache.flatten(1, 2).transpose(2, 3)
+    prefix_values = value_cache.flatten(1, 2)
+    scores = rows.new_empty((num, full, num_kv_heads, num_rows, TILE_KEYS))
+    repeated = rows[:, None].expand(-1, full, -1, -1, -1).reshape(num, num_entries, num_rows, width)
+    _multiply_each(repeated, prefix_keys, tiles.slots, scores.flatten(1, 2))
+    if tiles.absent_first is not None:
+        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], -math.inf)
 
+    # maximum[t]: the running maximum of a split after its tile t
+    maximum = scores.amax(-1)
+    for tile in range(1, full):
+        if tile % TILES_PER_SPLIT:
+            torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
+    decay = maximum[:, :-1].sub(maximum[:, 1:]).clamp_(LEAST_EXPONENT, 0.0).exp_()  # read only inside a split
+    scores = exponentials(scores, maximum)
+    if tiles.absent_first is not None:
+        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], 0.0)
+    sums = scores.sum(-1)
+    outputs = rows.new_empty((num, full, num_kv_heads, num_rows, width))
+    rounded = scores.to(value_cache.dtype).float().flatten(1, 2)
+    _multiply_each(rounded, prefix_values, tiles.slots, outputs.flatten(1, 2))
+
+    before: State | None = None
+    for first in range(0, full, TILES_PER_SPLIT):
+        stop = min(first + TILES_PER_SPLIT, full)
+        total, output = sums[:, first], outputs[:, first]
+        for tile in range(first + 1, stop):
+            total = total.mul_(decay[:, tile - 1]).add_(sums[:, tile])
+            output = output.mul_(decay[:, tile - 1, ..., None]).add_(outputs[:, tile])
+        split = (maximum[:, stop - 1], total, output)
+        if stop - first < TILES_PER_SPLIT:
+            return before, split
+        before = split if before is None else merge_splits(before, split)
+    return before, None
+
+
+def finish_own_tile(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tiles: TileGroup,
+    before: State | None,
+    within: State | None,
+) -> tuple[Tensor, Tensor]:
+    """The tile with the own block on top of :func:`prefix_states`: output [n, Hkv, M, d], log-sum-exp [n, Hkv, M].
+
+    ``keys``, ``values`` [n, L, Hkv, d] are the own block's. A state that is empty (maximum -inf, total 0, output 0)
+    gives the bits of None.
+    """
+    num, num_kv_heads, num_rows, _ = rows.shape
     last_keys = _last_tile(key_cache, keys, tiles).float()
     last_values = _last_tile(value_cache, values, tiles).float()
     last_values.masked_fill_(tiles.absent[:, None, :, None], 0.0)
@@ -230,52 +299,18 @@ def _attend_group(
         group = num_rows // tiles.absent_rows.shape[1]
         absent = tiles.absent_rows.repeat(1, group, 1)[:, None]
     last.masked_fill_(absent, -math.inf)
-    last_maximum = last.amax(-1)
-    if not full:
-        weights = exponentials(last, last_maximum).masked_fill_(absent, 0.0)
-        sums = weights.sum(-1)
-        output = _weigh(weights, last_values, value_cache.dtype)
-        return output.div_(sums[..., None]), last_maximum.add_(sums.log())
-
-    # tiles that lie whole in the cache: shared by the branches of a sample, read in place
-    num_entries = full * num_kv_heads
-    prefix_keys = key_cache.flatten(1, 2).transpose(2, 3)
-    prefix_values = value_cache.flatten(1, 2)
-    scores = rows.new_empty((num, full, num_kv_heads, num_rows, TILE_KEYS))
-    repeated = rows[:, None].expand(-1, full, -1, -1, -1).reshape(num, num_entries, num_rows, width)
-    _multiply_each(repeated, prefix_keys, tiles.slots, scores.flatten(1, 2))
-
-    if tiles.absent_first is not None:
-        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], -math.inf)
-
-    # maximum[t]: the running maximum of a split after its tile t
-    maximum = torch.cat([scores.amax(-1), last_maximum[:, None]], 1)
-    for tile in range(1, full + 1):
-        if tile % TILES_PER_SPLIT:
-            torch.maximum(maximum[:, tile], maximum[:, tile - 1], out=maximum[:, tile])
-    decay = maximum[:, :-1].sub(maximum[:, 1:]).clamp_(LEAST_EXPONENT, 0.0).exp_()  # read only inside a split
-    scores = exponentials(scores, maximum[:, :-1])
-    if tiles.absent_first is not None:
-        scores[:, 0].masked_fill_(tiles.absent_first[:, None, None, :], 0.0)
-    last = exponentials(last, maximum[:, -1]).masked_fill_(absent, 0.0)
-    sums = torch.cat([scores.sum(-1), last.sum(-1)[:, None]], 1)
-    outputs = rows.new_empty((num, full + 1, num_kv_heads, num_rows, width))
-    rounded = scores.to(value_cache.dtype).float().flatten(1, 2)
-    _multiply_each(rounded, prefix_values, tiles.slots, outputs[:, :full].flatten(1, 2))
-    outputs[:, full] = _weigh(last, last_values, value_cache.dtype)
-
-    merged: tuple[Tensor, Tensor, Tensor] | None = None
-    for first in range(0, full + 1, TILES_PER_SPLIT):
-        stop = min(first + TILES_PER_SPLIT, full + 1)
-        total, output = sums[:, first], outputs[:, first]
-        for tile in range(first + 1, stop):
-            total = total.mul_(decay[:, tile - 1]).add_(sums[:, tile])
-            output = output.mul_(decay[:, tile - 1, ..., None]).add_(outputs[:, tile])
-        split = (maximum[:, stop - 1], total, output)
-        merged = split if merged is None else merge_splits(merged, split)
-    assert merged is not None
-    maximum, total, output = merged
-    return output / total[..., None], maximum + total.log()
+    maximum = last.amax(-1)
+    if within is not None:
+        maximum = torch.maximum(maximum, within[0])
+    weights = exponentials(last, maximum).masked_fill_(absent, 0.0)
+    total, output = weights.sum(-1), _weigh(weights, last_values, value_cache.dtype)
+    if within is not None:
+        decay = within[0].sub(maximum).clamp_(LEAST_EXPONENT, 0.0).exp_()
+        total = within[1].mul(decay).add_(total)
+        output = within[2].mul(decay[..., None]).add_(output)
+    if before is not None:
+        maximum, total, output = merge_splits(before, (maximum, total, output))
+    return output.div_(total[..., None]), maximum.add(total.log())
 
 
 def _multiply_each(left: Tensor, cache: Tensor, slots: Sequence[int], out: Tensor) -> None:
@@ -298,9 +333,7 @@ def exponentials(scores: Tensor, maximum: Tensor) -> Tensor:
     return scores.sub_(maximum[..., None]).clamp_(min=LEAST_EXPONENT).exp_()
 
 
-def merge_splits(
-    left: tuple[Tensor, Tensor, Tensor], right: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def merge_splits(left: State, right: State) -> State:
     """Join two splits, each (maximum, sum, unnormalised output), the earlier one first."""
     maximum = torch.maximum(left[0], right[0])
     left_factor, right_factor = (

@@ -3,11 +3,23 @@
 from dlmgrid.kernels.logits.reference import (
     NUM_CANDIDATES,
     Choice,
+    LogitsPass,
     Summary,
     choose,
+    logits_pass,
     row_digests,
     summarize,
     token_probabilities,
 )
 
-__all__ = ["NUM_CANDIDATES", "Choice", "Summary", "choose", "row_digests", "summarize", "token_probabilities"]
+__all__ = [
+    "NUM_CANDIDATES",
+    "Choice",
+    "LogitsPass",
+    "Summary",
+    "choose",
+    "logits_pass",
+    "row_digests",
+    "summarize",
+    "token_probabilities",
+]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.philox import gumbel_rows
+
 NUM_CANDIDATES = 32
 
 _DIGEST_SEED = 0x9E3779B97F4A7C15
@@ -44,6 +46,30 @@ class Summary(NamedTuple):
     entropy: Tensor
     tail_mass: Tensor
     log_tempered_mass: Tensor
+
+
+class LogitsPass(NamedTuple):
+    """All that one pass over the logits gives: ``digests`` int64 [R], ``log_sums`` fp32 [R] (log-sum-exp at T = 1)."""
+
+    choice: Choice
+    summary: Summary
+    digests: Tensor
+    log_sums: Tensor
+
+
+def logits_pass(
+    logits: Tensor, temperature: float, *, noise: tuple[Tensor, int, Tensor, Tensor] | None = None
+) -> LogitsPass:
+    """Choice, summary, digest and log-sum-exp of each row of fp32 [R, V].
+
+    ``noise``: (keys int64 [R, 2], stream, positions int64 [R], draw indices int64 [R]) of the noise table at T > 0,
+    None at T = 0. Raises ValueError where it is missing or not wanted.
+    """
+    gumbel = None if noise is None else gumbel_rows(*noise, logits.shape[1])
+    choice = choose(logits, temperature, gumbel)
+    _, total = _exponentials(logits)
+    log_sums = logits.amax(dim=1) + total.squeeze(1).log()
+    return LogitsPass(choice, summarize(logits, temperature), row_digests(logits), log_sums)
 
 
 def _first_argmax(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from dlmgrid.cluster.diagnosis import (
     check_python,
     check_ray,
     judge_version,
+    kernel_findings,
 )
 
 
@@ -73,6 +74,19 @@ def test_token_mode_without_a_token_fails(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert any(
         finding.level is Level.FAIL and "which is not there" in finding.state for finding in check_ray()
     )
+
+
+def test_kernels_are_found_usable_or_not_by_dtype() -> None:
+    reasons = {
+        "float32": "",
+        "bfloat16": "kernels: Tesla has no bfloat16 (compute capability 7.5); use dtype: float32",
+    }
+    usable, refused = kernel_findings(reasons)
+    assert (usable.level, usable.state) == (Level.OK, "triton works here for float32")
+    assert (refused.level, refused.remedy) == (Level.WARN, "use dtype: float32")
+    assert refused.state == "bfloat16: Tesla has no bfloat16 (compute capability 7.5)"
+    missing = "kernels: triton is not installed; pip install triton, or kernels: torch"
+    assert [one.level for one in kernel_findings({"float32": missing})] == [Level.WARN]
 
 
 def test_offline_flags_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:

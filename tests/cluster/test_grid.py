@@ -99,7 +99,13 @@ def test_decoders_take_their_own_settings() -> None:
          r"g: decoder\[0\].comparison: jetengine opens the leftmost positions .*; use sdar"),
         (GOOD + "decoder: {name: static, fused_commit: 1}", r"g: decoder\[0\].fused_commit: should be a valid boolean"),
         (GOOD + "verification: exact", "g: verification: 'exact' is not one of 'coupled', 'uncoupled'"),
-        (GOOD + "kernels: triton", "g: kernels: triton is not in this release"),
+        (GOOD + "kernels: metal", "g: kernels: 'metal' is not one of 'torch' or 'triton'"),
+        (GOOD + "resources: {device: cuda}", "g: numerics: exact on a GPU needs kernels: triton"),
+        (change("budgets: [8]}", "budgets: [8], fold: {tau: -0.1}}"), r"fold.tau.*greater than or equal to 0"),
+        (change("budgets: [8]}", "budgets: [8], fold: {gate: parent}}"), r"g: methods\[2\].fold.tau: missing"),
+        (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1, gates: parent}}"), "did you mean 'gate'"),
+        (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1}}") + "kernels: triton",
+         "fold runs with kernels: torch"),
         (GOOD + "resources: {gpus_per_actor: 1}", "g: resources: gpus_per_actor needs device: cuda"),
         (GOOD + "resources: {device: cuda, gpus_per_actor: 0}", "needs gpus_per_actor above 0"),
         (GOOD + "repeats: 0", "g: repeats: should be greater than or equal to 1"),
@@ -123,6 +129,28 @@ def test_what_is_wrong_is_named_in_one_line(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         parse_grid(text, "g")
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_may_fold_with_one_threshold_or_one_a_layer() -> None:
+    one = (
+        parse_grid(change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1, recheck: true}}"), "g")
+        .methods[2]
+        .fold
+    )
+    assert one is not None
+    assert (one.values, one.gate, one.recheck) == ([0.1], "parent", True)
+    many = (
+        parse_grid(change("budgets: [8]}", "budgets: [8], fold: {tau: [0, 0.2], gate: source}}"), "g")
+        .methods[2]
+        .fold
+    )
+    assert many is not None
+    assert (many.values, many.gate) == ([0.0, 0.2], "source")
+
+
+def test_exact_numerics_on_a_gpu_take_the_triton_kernels() -> None:
+    grid = parse_grid(GOOD + "kernels: triton\nresources: {device: cuda}", "g")
+    assert (grid.kernels, grid.numerics, grid.resources.device) == ("triton", "exact", "cuda")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1.0e-3", 1e-3), ("1.0e+2", 100.0), ("2.5e+0", 2.5)])

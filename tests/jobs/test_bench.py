@@ -26,7 +26,8 @@ def test_a_report_has_every_budget_and_its_origin(
     monkeypatch.setattr(
         sys, "argv",
         ["bench", "--checkpoint", str(tmp_path / "model"), "--device", "cpu", "--prefix", "64",
-         "--budgets", "0", "2", "--repeats", "2", "--out", str(out)],
+         "--budgets", "0", "2", "--repeats", "2", "--out", str(out),
+         "--shapes", "tiny", "--taus", "0", "100", "--items", "1", "--gen-length", "8", "--in-flight", "1"],
     )  # fmt: skip
     assert bench.main() == 0
     report = json.loads(out.read_text())
@@ -36,6 +37,18 @@ def test_a_report_has_every_budget_and_its_origin(
     for row in report["rows"]:
         assert row["engine"]["fastest_ms"] <= row["engine"]["median_ms"] <= row["engine"]["slowest_ms"]
         assert row["speed_up"] == pytest.approx(row["transformers"]["median_ms"] / row["engine"]["median_ms"])
+    tables = report["tables"]
+    assert {row["budget"] for row in tables["passes"]} == {0, 2}
+    assert all(
+        row["over_floor"] == row["pass"]["median_ms"] / row["floor_ms"] > 0 for row in tables["passes"]
+    )
+    assert sum("over_fast" in row for row in tables["passes"]) == 2
+    assert [row["recompute_ratio"] for row in tables["folded"]] == [1.0, 0.0]
+    assert [(row["method"], row["budget"]) for row in tables["decoding"]] == [
+        ("none", 0), ("ssd", 2), ("confidence_tree", 2),
+    ]  # fmt: skip
+    assert all(row["same_bits"] == row["items"] == 1 for row in tables["decoding"] + tables["in_flight"])
+    assert {row["method"] for row in tables["parts"]} == {"none", "ssd", "confidence_tree"}
     assert report["device"].startswith("cpu") and report["versions"]["torch"] == torch.__version__
 
 

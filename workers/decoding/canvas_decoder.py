@@ -73,6 +73,10 @@ class CanvasDecoder(Decoder):
             raise ValueError(
                 "fused_commit and window belong to block-causal models: a bidirectional one commits nothing"
             )
+        if settings.fold is not None:
+            raise ValueError(
+                "fold belongs to block-causal models: canvases of a bidirectional one do not fold"
+            )
         if settings.grid != "prompt" or settings.causal or settings.seed != "none":
             raise ValueError("blocks of a bidirectional model start at the end of the prompt, all masked")
         super().__init__(target, drafter, settings, recorder)
@@ -108,7 +112,7 @@ class CanvasDecoder(Decoder):
             )
         hidden = packed.run(self.target)
         verified = self._clock()
-        self._walk(round_, hidden)
+        self._walk(round_, hidden, rows)
         sampled = self._clock()
         for sample in samples:
             if sample.is_block_complete:

@@ -16,6 +16,8 @@ Where a family *seeds*, the last row of a pass that stores gives the first token
 of the pass, not a step, and is kept apart (``Generation.seeds``). Where its stop rule is ``prefix``, a sample ends as
 soon as a stop id has no mask before it: that is a property of the state, so drafted and serialized runs end alike.
 
+With ``fold`` the drafted nodes of a round fold onto their tree parents (SpecFold, ``folded.py``).
+
 With a ``window`` drafts may finish the block and enter the next one, and a next block may start drafted
 (``window.py``); a block that a draft completed is stored by the same pass and takes no commit pass. Only families
 that do not seed and that stop at a block's end can have one.
@@ -36,7 +38,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Summary, choose, summarize
+from dlmgrid.kernels.logits import LogitsPass, Summary, choose, summarize
+from dlmgrid.workers.decoding.folded import count_folds, recheck_round
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
@@ -93,15 +96,22 @@ class Decoder:
         target: the model's engine; its slots bound the samples in flight.
         drafter: proposes states; asked only where the budget is positive.
         recorder: is shown every step, when given.
+        logits_pass: noise, choice, summary and digest of a row in one pass, where the kernels have one.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, settings: DecodeSettings, recorder: Recorder | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        settings: DecodeSettings,
+        recorder: Recorder | None = None,
+        logits_pass: Callable[..., LogitsPass] | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.settings = settings
         self.recorder = recorder
+        self._logits_pass = logits_pass
         self.drafts = settings.budget > 0
         device, length = target.device, settings.block_length
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
@@ -181,13 +191,14 @@ class Decoder:
             round_.pack(packed)
             for sample, segments in zip(denoising, round_.counted_segments(), strict=True):
                 rows[id(sample)] += segments * length
-        hidden = packed.run(self.target, causal=self.settings.causal)
+        fold = None if round_ is None else self.settings.fold
+        hidden = packed.run(self.target, causal=self.settings.causal, fold=fold)
         verified = self._clock()
         seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
         if round_ is not None:
-            if self.settings.shifted:
-                hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
-            self._walk(round_, hidden)
+            if fold is not None:
+                count_folds(self.target, round_)
+            self._walk(round_, self._predicting(hidden), rows)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:
@@ -233,13 +244,22 @@ class Decoder:
             )
         return Round(samples=samples, inputs=inputs, slots=slots, trees=trees, looks_ahead=looks_ahead)
 
-    def _walk(self, round_: Round, hidden: Tensor) -> None:
-        """Walk the trees of the block, then those of the next block where a drafted state completed it."""
+    def _predicting(self, hidden: Tensor) -> Tensor:
+        """The rows [N, L, H] that predict each position of the blocks whose rows are ``hidden``."""
+        return torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1) if self.settings.shifted else hidden
+
+    def _walk(self, round_: Round, hidden: Tensor, rows: dict[int, int]) -> None:
+        """Walk the trees of the block, then those of the next block where a drafted state completed it.
+
+        ``rows``, by sample what the pass computes, grows by what a recheck does.
+        """
         samples, trees, inputs = round_.samples, round_.trees, round_.inputs
         everyone = torch.arange(len(samples), device=hidden.device)
         drafted = trees.num_drafted().tolist()
         first_segments = torch.tensor(round_.first_segments, device=hidden.device)
         roots, walked = self._walk_trees(round_, everyone, trees.current, first_segments, inputs, hidden)
+        if self.settings.fold is not None and self.settings.fold.recheck:
+            self._recheck(round_, hidden, roots, walked, rows)
         self._look_at_next_blocks(round_, hidden)
         finished = trees.current.tokens[everyone, trees.complete.clamp_min(0)]
         crosses = (trees.complete >= 0) & (roots == finished).all(dim=1)
@@ -268,6 +288,24 @@ class Decoder:
             _add_steps(samples[index], steps)
             samples[index].generation.accepted[-1] += len(steps.commits)
 
+    def _recheck(
+        self, round_: Round, hidden: Tensor, roots: Tensor, walked: list[WalkedSteps], rows: dict[int, int]
+    ) -> None:
+        """Walk the samples that left their root again by their nodes' own transitions, replacing ``roots`` and
+        ``walked``. The pass it takes is a forward of each of them."""
+        again = recheck_round(self.target, round_, walked, causal=self.settings.causal)
+        if again is None:
+            return
+        chains, firsts = again.behind_roots(hidden, self._predicting(again.computed), round_.first_segments)
+        which = torch.tensor(again.samples, device=hidden.device)
+        new_roots, new_walked = self._walk_trees(round_, which, again.tree, firsts, round_.inputs, chains)
+        roots[which] = new_roots
+        for index, steps, count in zip(again.samples, new_walked, again.num_computed, strict=True):
+            walked[index] = steps
+            sample = round_.samples[index]
+            sample.generation.nfe_denoise += 1
+            rows[id(sample)] += count * self.settings.block_length
+
     def _walk_trees(
         self,
         round_: Round,
@@ -291,6 +329,7 @@ class Decoder:
                 accepts_argmax=self.settings.verification == GREEDY_MATCH,
                 product_tau=self.settings.product_tau,
                 end_token_ids=self.settings.end_token_ids,
+                logits_pass=self._logits_pass,
             ),
             hidden=hidden,
             first_segment=first_segments[which],

@@ -26,6 +26,7 @@ class Seconds:
     """Time of one sample: its share, by rows computed, of the passes it took part in.
 
     ``wall`` comes from an unprofiled decode. The parts come from a profiled one, whose stages are timed apart.
+    ``select``, ``move``, ``compute`` and ``correct`` are what ``verify`` spends on folding (``folding.FoldReport``).
     """
 
     wall: float = 0.0
@@ -33,6 +34,10 @@ class Seconds:
     verify: float = 0.0
     sample: float = 0.0
     other: float = 0.0
+    select: float = 0.0
+    move: float = 0.0
+    compute: float = 0.0
+    correct: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +46,7 @@ class Generation:
 
     ``seeds``: (position, token) of each block's first token that a storing pass gave.
     ``argmax_commits`` counts the commits whose token is the most probable one where it was committed.
+    ``fold_rows``: rows of drafted nodes that could fold; ``fold_recomputed``: how many of them were computed, by layer.
     """
 
     prompt: Prompt
@@ -57,6 +63,8 @@ class Generation:
     argmax_commits: int = 0
     drafted_nodes: int = 0
     rows_computed: int = 0
+    fold_recomputed: list[int] = field(default_factory=list)
+    fold_rows: int = 0
     batch_position: int = 0
     batch_size: int = 0
     seconds: Seconds = field(default_factory=Seconds)

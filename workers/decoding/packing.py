@@ -5,8 +5,9 @@ Legend: N segments of L tokens, S samples of a round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,9 +16,27 @@ from dlmgrid.workers.decoding.generation import Sample
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.window import WindowTrees
 from dlmgrid.workers.drafting.drafter import DraftInputs
+from dlmgrid.workers.folding.fold import FoldReport, FoldSettings
 
 if TYPE_CHECKING:
     from dlmgrid.workers.decoding.decoder import Target
+
+
+@runtime_checkable
+class FoldingTarget(Protocol):
+    """A target that computes folded passes; ``fold_report`` says what the last one recomputed."""
+
+    fold_report: FoldReport | None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        block_starts: Tensor,
+        store: Tensor,
+        causal: bool = False,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
+    ) -> Tensor: ...
 
 
 class Packed:
@@ -29,29 +48,51 @@ class Packed:
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._stores: list[bool] = []
+        self._parents: list[int] = []
 
-    def add(self, states: Tensor, slot: int, start: int, *, stores: bool = False) -> int:
-        """Add states int32 [n, L] of the block at ``start``; the index of the first one."""
+    def add(
+        self,
+        states: Tensor,
+        slot: int,
+        start: int,
+        *,
+        stores: bool = False,
+        parents: Sequence[int] | None = None,
+    ) -> int:
+        """Add states int32 [n, L] of the block at ``start``; the index of the first one.
+
+        ``parents``: the place among them of the state that each may fold onto, which comes before it; the first and
+        those of other calls never fold.
+        """
         first, count = len(self._slots), states.shape[0]
         self._tokens.append(states)
         self._slots += [slot] * count
         self._starts += [start] * count
         self._stores += [stores] * count
+        self._parents += [first + parents[node] if parents and node else -1 for node in range(count)]
         return first
 
     def store(self, segment: int) -> None:
         """Have a segment store its keys and values: the next block of the pass reads them."""
         self._stores[segment] = True
 
-    def run(self, target: Target, *, causal: bool = False) -> Tensor:
-        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally."""
-        return target.forward(
+    def run(self, target: Target, *, causal: bool = False, fold: FoldSettings | None = None) -> Tensor:
+        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally; ``fold``: states with parents fold.
+
+        Raises ValueError for folds on a target that has none.
+        """
+        arguments = (
             torch.cat(self._tokens),
             torch.tensor(self._slots, dtype=torch.int32, device=self._device),
             torch.tensor(self._starts, dtype=torch.int32, device=self._device),
             torch.tensor(self._stores, device=self._device),
             causal,
         )
+        if fold is None:
+            return target.forward(*arguments)
+        if not isinstance(target, FoldingTarget):
+            raise ValueError("fold: this target computes no folded pass")
+        return target.forward(*arguments, fold=(fold, self._parents))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,12 +116,13 @@ class Round:
         """Add the trees: the current block's, and behind a complete node, or else behind the root of a sample that
         looks ahead, the next block's. What the next block is to read is stored; a later pass overwrites it."""
         trees = self.trees
-        nodes = trees.current.num_nodes.tolist()
+        nodes, parents = trees.current.num_nodes.tolist(), trees.current.parents.tolist()
         complete, enters, looks = trees.complete.tolist(), trees.enters.tolist(), self.looks_ahead.tolist()
         following = None if trees.following is None else trees.following.num_nodes.tolist()
         for index, sample in enumerate(self.samples):
             start, beyond = sample.block_start, sample.block_start + sample.block_length
-            first = packed.add(trees.current.tokens[index, : nodes[index]], sample.slot, start)
+            states = trees.current.tokens[index, : nodes[index]]
+            first = packed.add(states, sample.slot, start, parents=parents[index])
             self.first_segments.append(first)
             ahead = -1
             if complete[index] >= 0:

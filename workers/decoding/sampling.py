@@ -113,13 +113,16 @@ def draw(
     token_noise: Tensor | None,
     position_noise: PositionNoise,
     end_token_ids: tuple[int, ...] = (),
+    *,
+    choose_from: Callable[[Tensor], Choice] | None = None,
 ) -> Drawn:
     """Draw the token of each row of ``logits`` fp32 [R, V] and rate its position.
 
-    ``token_noise``: Gumbel fp32 [R, V] at T > 0, None at T = 0.
+    ``token_noise``: Gumbel fp32 [R, V] at T > 0, None at T = 0. ``choose_from``: what chooses from the filtered logits
+    instead, with noise of its own; where nothing is filtered it is shown ``logits`` itself.
     """
     filtered = filter_logits(logits, temperature, sampling.top_p, sampling.top_k)
-    choice = choose(filtered, temperature, token_noise)
+    choice = choose(filtered, temperature, token_noise) if choose_from is None else choose_from(filtered)
     confidence = _rate(logits, filtered, choice, sampling, temperature, position_noise)
     if sampling.alg_temp > 0:
         confidence = (confidence / sampling.alg_temp + position_noise.gumbel()).clamp_min(LEAST_CONFIDENCE)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.window import WINDOWS
+from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
 
 STOP_POLICIES = ("eos", "full", "none")
@@ -29,6 +30,7 @@ class DecodeSettings:
     ``shifted``: row i - 1 of a block predicts its position i; position 0 then takes its own row. ``causal``: every
     pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
     ``window``: how drafts leave their block, see ``window.py``. ``product_tau``: the floor of product max-commit.
+    ``fold``: drafted nodes fold onto their tree parents (SpecFold).
     ``records_window``: a draft-free decode shows its recorder the next block beside every state; the rows for it are
     not counted.
     """
@@ -51,6 +53,7 @@ class DecodeSettings:
     stop_rule: StopRule = "block"
     window: str = ""
     product_tau: float | None = None
+    fold: FoldSettings | None = None
     records_window: bool = False
     profiled: bool = False
 
@@ -71,6 +74,10 @@ class DecodeSettings:
             )
         if self.window and (self.stop_rule != "block" or self.shifted):
             raise ValueError(f"window {self.window!r}: this family stops inside a block or shifts its rows")
+
+        if self.fold is not None and (self.window or self.product_tau is not None):
+            name = f"window {self.window!r}" if self.window else "product_tau"
+            raise ValueError(f"fold: folded passes are not defined with {name}; use one of the two")
 
     @property
     def stops(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Summary, row_digests, summarize
+from dlmgrid.kernels.logits import Choice, LogitsPass, Summary, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.sampling import READS_STEP, PositionNoise, draw, forbid_tokens
@@ -52,6 +52,7 @@ class TransitionRule:
     ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
     ``product_tau``: the floor of product max-commit, None without it.
     ``end_token_ids``: the tokens that end a text, and then a turn, for the rule's policy on them.
+    ``logits_pass``: one pass for choice, summary and digest of each row; None: the twins, each where it is needed.
     """
 
     rule: CommitRule
@@ -60,6 +61,7 @@ class TransitionRule:
     accepts_argmax: bool = False
     product_tau: float | None = None
     end_token_ids: tuple[int, ...] = ()
+    logits_pass: Callable[..., LogitsPass] | None = None
 
 
 @dataclass(slots=True)
@@ -157,8 +159,18 @@ def walk(
         num_walked += 1
         counts = commit_counts[active] + root_masked[active] - num_masked(states)
         row_keys, row_positions = keys[active][row_of], block_starts[active][row_of] + position
-        gumbel = None
-        if transition.temperature > 0:
+        gumbel, passed, choose_from = None, None, None
+        if transition.logits_pass is not None:
+            draw_indices = transition.noise.draw_indices(counts[row_of])
+            noise = (row_keys, int(Stream.TOKEN), row_positions, draw_indices)
+            one_pass = functools.partial(
+                transition.logits_pass,
+                temperature=transition.temperature,
+                noise=noise if transition.temperature > 0 else None,
+            )
+            passed = one_pass(logits)
+            choose_from = functools.partial(_chosen_in, one_pass, logits, passed)
+        elif transition.temperature > 0:
             gumbel = transition.noise.rows(
                 row_keys, Stream.TOKEN, row_positions, counts[row_of], logits.shape[1]
             )
@@ -170,12 +182,12 @@ def walk(
         choose_with = functools.partial(
             _choose, transition, logits, position_noise, states=states, row_of=row_of, position=position
         )
-        drawn = choose_with(gumbel)
+        drawn = choose_with(gumbel, choose_from)
         step = _step(rule, states, drawn, block_step)
         if transition.product_tau is not None:
             step = _largest_admissible(tree.select(active), states, drawn, step, transition.product_tau)
-        if transition.accepts_argmax and gumbel is not None:
-            argmax = _step(rule, states, choose_with(torch.zeros_like(gumbel)), block_step)
+        if transition.accepts_argmax and transition.temperature > 0:
+            argmax = _step(rule, states, choose_with(torch.zeros_like(logits)), block_step)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
@@ -183,13 +195,13 @@ def walk(
         if rule.may_open_nothing:  # the state stays, the block's step counts on: the round ends
             found = torch.where(step.selected.any(dim=1), found, -1)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
-            0, row_of, commit_hashes(position, row_digests(logits))
+            0, row_of, commit_hashes(position, row_digests(logits) if passed is None else passed.digests)
         )
         _record(steps, active, step, digests)
 
         following = step.following
         if on_step is not None:
-            summary = summarize(logits, transition.temperature)
+            summary = summarize(logits, transition.temperature) if passed is None else passed.summary
             on_step(SeenStep(active, states, following, counts, row_of, position, summary, read))
         roots[active] = following
         if snapshots is not None:
@@ -201,7 +213,9 @@ def walk(
                     masked[ends],
                     snapshot_rows[active][row_of[rows]],
                     position[rows],
-                    summarize(logits[rows], transition.temperature),
+                    summarize(logits[rows], transition.temperature)
+                    if passed is None
+                    else Summary(*(part[rows] for part in passed.summary)),
                     read[rows],
                 )
         walks_on = (found >= 0) & (num_masked(following) > 0)
@@ -209,6 +223,13 @@ def walk(
             walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
+
+
+def _chosen_in(
+    one_pass: Callable[[Tensor], LogitsPass], logits: Tensor, passed: LogitsPass, filtered: Tensor
+) -> Choice:
+    """The choice from ``filtered``: that of ``passed``, the pass over ``logits``, where nothing was filtered."""
+    return passed.choice if filtered is logits else one_pass(filtered).choice
 
 
 class _Chosen(NamedTuple):
@@ -236,6 +257,7 @@ def _choose(
     logits: Tensor,
     position_noise: PositionNoise,
     gumbel: Tensor | None,
+    choose_from: Callable[[Tensor], Choice] | None = None,
     *,
     states: Tensor,
     row_of: Tensor,
@@ -249,6 +271,7 @@ def _choose(
         gumbel,
         position_noise,
         transition.end_token_ids,
+        choose_from=choose_from,
     )
     choice = drawn.choice
     if not bool(torch.isfinite(choice.probabilities).all()):

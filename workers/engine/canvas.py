@@ -84,7 +84,14 @@ class CanvasEngine(ModelHead):
         if cache not in CANVAS_CACHES:
             raise InputError(f"cache: {cache!r} is not one of {', '.join(CANVAS_CACHES)}")
         super().__init__(
-            config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics
+            config,
+            weights,
+            num_slots,
+            max_length,
+            device=device,
+            dtype=dtype,
+            numerics=numerics,
+            kernels="torch",
         )
         self.cache = cache
         self.max_length = padded_length(max_length)
@@ -254,7 +261,7 @@ class CanvasEngine(ModelHead):
 
         inputs = PassRows(tokens=rows, cosines=self._cosines[positions], sines=self._sines[positions])
         with memory_errors():
-            return run_rows(self.config, weights, inputs, attend, self._linear)[:num_rows]
+            return run_rows(self.config, weights, inputs, attend, self.operators)[:num_rows]
 
     @property
     def _tested_length(self) -> int:
@@ -298,6 +305,8 @@ def load_canvas_engine(
         max_length=max_length,
         device=device,
         dtype=dtype,
+        numerics=numerics,
+        kernels="torch",
         block_length=block_length,
         memory_budget_bytes=memory_budget_bytes,
     )

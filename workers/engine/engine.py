@@ -5,18 +5,21 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import plan_attention
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
 from dlmgrid.workers.engine.memory import padded_length
 from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, free_memory, load_model, memory_errors
+from dlmgrid.workers.folding.fold import FoldBranches, FoldReport, FoldSettings
+from dlmgrid.workers.folding.layers import Folding, run_folded_layers
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layers import BlockPart, PassInputs, run_layers
@@ -44,6 +47,7 @@ class Engine(ModelHead):
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         numerics: str = "exact",
+        kernels: str = "torch",
         memory_budget_bytes: int | None = None,
     ) -> None:
         """Allocate the buffers. ``max_length`` counts prompt and canvas, rounded up to whole key tiles.
@@ -52,7 +56,14 @@ class Engine(ModelHead):
         (by default what the device has free beside the weights).
         """
         super().__init__(
-            config, weights, num_slots, max_length, device=device, dtype=dtype, numerics=numerics
+            config,
+            weights,
+            num_slots,
+            max_length,
+            device=device,
+            dtype=dtype,
+            numerics=numerics,
+            kernels=kernels,
         )
         self.max_length = padded_length(max_length)
         self.block_length = config.block_length
@@ -73,6 +84,7 @@ class Engine(ModelHead):
             self._values = torch.zeros(shape, dtype=dtype, device=self.device)
             self._cosines, self._sines = _rotary_tables(config, self.max_length, self.device)
         self._cached = [0] * num_slots
+        self.fold_report: FoldReport | None = None
 
     def cached_length(self, slot: int) -> int:
         """Positions of ``slot`` that hold stored keys and values, from 0."""
@@ -89,13 +101,15 @@ class Engine(ModelHead):
         block_starts: Tensor,
         store: Tensor,
         causal: bool = False,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
         *,
         keep: bool = False,
     ) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
 
-        With ``keep`` the keys and values of every segment are written, also of those that do not store: they count as
-        absent, but :meth:`forward_part` reads them.
+        ``fold``: SpecFold's settings and the fold parent of each segment (-1: never folded); ``fold_report`` then says
+        what the pass recomputed. With ``keep`` the keys and values of every segment are written, also of those that do
+        not store: they count as absent, but :meth:`forward_part` reads them.
 
         A family whose prefix is token-causal sees its own block causally where it stores, and with ``causal`` in every
         segment; other families never do. Where blocks lie from the prompt's end on, a slot's block starts are equal
@@ -113,11 +127,15 @@ class Engine(ModelHead):
                 f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
                 f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
+        if fold is not None and self.kernels != "torch":
+            raise ValueError("forward: folding runs with kernels: torch")
         if causal and not self._token_causal:
             raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
         written = [True] * num if keep else store_list
-        hidden = self._run(tokens, slot_list, start_list, store_list, self.weights, causal, written)
+        hidden = self._run(
+            tokens, slot_list, start_list, store_list, self.weights, causal, written, fold=fold
+        )
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
 
@@ -166,6 +184,7 @@ class Engine(ModelHead):
         written: Sequence[bool] | None = None,
         part: BlockPart | None = None,
         plan_starts: Sequence[int] | None = None,
+        fold: tuple[FoldSettings, Sequence[int]] | None = None,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
         num, length = tokens.shape
@@ -183,6 +202,7 @@ class Engine(ModelHead):
         positions.clamp_(min=0)
         leading = [self._leading(start) for start in starts]
         on_grid = [start + lead for start, lead in zip(starts, leading, strict=True)]
+        is_causal = [causal or flag for flag in store]
         stored = [segment for segment, flag in enumerate(written or store) if flag]
         inputs = PassInputs(
             tokens=flat,
@@ -191,22 +211,54 @@ class Engine(ModelHead):
             cosines=self._cosines[positions],
             sines=self._sines[positions],
             query_scale=self._query_scale(positions),
-            plan=plan_attention(
-                slots,
-                plan_starts or on_grid,
-                self.block_length,
-                self.device,
-                first_keys=leading if self._from_prompt else None,
-                causal=[causal or flag for flag in store] if self._token_causal else None,
-            ),
+            plan=self._plan(slots, plan_starts or on_grid, leading, is_causal),
             part=part,
             stored=self._ints(stored),
             stored_slots=self._ints([slots[segment] for segment in stored]),
             stored_starts=self._ints([on_grid[segment] for segment in stored]),
         )
         with memory_errors():
-            hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self._linear)
+            if fold is None:
+                hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
+            else:
+                settings, parents = fold
+                branches = FoldBranches(parents, slots, starts, self.device)
+
+                def plan_groups(group_of: Sequence[int]) -> Any:
+                    firsts = [branches.first_of_group[group] for group in group_of]
+                    return self._plan(
+                        [slots[first] for first in firsts],
+                        [on_grid[first] for first in firsts],
+                        [leading[first] for first in firsts],
+                        [is_causal[first] for first in firsts],
+                    )
+
+                folding = Folding(
+                    settings=settings, branches=branches, plan_groups=plan_groups, clock=self._clock
+                )
+                hidden, self.fold_report = run_folded_layers(
+                    self.config, weights, inputs, self._keys, self._values, self.operators, folding
+                )
         return hidden[: num * length].view(num, length, -1)
+
+    def _plan(
+        self, slots: Sequence[int], starts: Sequence[int], leading: Sequence[int], is_causal: Sequence[bool]
+    ) -> Any:
+        """The operators' plan of attention for blocks on the grid."""
+        return self.operators.plan_attention(
+            slots,
+            starts,
+            self.block_length,
+            self.device,
+            first_keys=leading if self._from_prompt else None,
+            causal=is_causal if self._token_causal else None,
+        )
+
+    def _clock(self) -> float:
+        """Seconds, after the work queued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _leading(self, start: int) -> int:
         """Positions that move a block onto the grid: what a slot's buffer holds nothing at before position 0."""
@@ -283,6 +335,7 @@ def load_engine(
     device: str = "cpu",
     dtype: str = "float32",
     numerics: str = "exact",
+    kernels: str = "torch",
     block_length: int | None = None,
     memory_budget_bytes: int | None = None,
     self_test: bool = True,
@@ -290,7 +343,7 @@ def load_engine(
     """Check a checkpoint folder, load it on ``device`` and make an engine for it.
 
     Memory is planned before the weights are read. Raises InputError for a faulty checkpoint or setting, or
-    where weights and buffers do not fit.
+    where weights and buffers do not fit. ``kernels``: ``torch`` or ``triton`` (kernels/operators).
     """
     config, weights = load_model(
         folder,
@@ -298,6 +351,8 @@ def load_engine(
         max_length=max_length,
         device=device,
         dtype=dtype,
+        numerics=numerics,
+        kernels=kernels,
         block_length=block_length,
         memory_budget_bytes=memory_budget_bytes,
     )
@@ -309,8 +364,9 @@ def load_engine(
         device=device,
         dtype=DTYPES[dtype],
         numerics=numerics,
+        kernels=kernels,
         memory_budget_bytes=memory_budget_bytes,
     )
-    if self_test and engine.device.type == "cpu":
+    if self_test and (engine.device.type == "cpu" or kernels == "triton"):
         engine.self_test()
     return engine

@@ -7,6 +7,7 @@ from pathlib import Path
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.engine.canvas import CanvasEngine, load_canvas_engine
 from dlmgrid.workers.engine.engine import Engine, load_engine
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.families import get_family
 
@@ -24,6 +25,8 @@ def open_engine(
     """Load the checkpoint of ``cell``. Raises InputError for a faulty checkpoint or setting, and where it does not fit
     the device."""
     if is_bidirectional(config):
+        if cell.kernels != "torch":
+            raise InputError(f"kernels: {cell.kernels} has no attention over a canvas; use kernels: torch")
         return load_canvas_engine(
             folder,
             cache=cell.cache,
@@ -42,6 +45,7 @@ def open_engine(
         device=device,
         dtype=cell.dtype,
         numerics=cell.numerics,
+        kernels=cell.kernels,
     )
 
 
@@ -71,4 +75,5 @@ def with_room(engine: FamilyEngine, cache: str, num_slots: int, max_length: int)
         device=device,
         dtype=dtype,
         numerics=numerics,
+        kernels=engine.kernels,
     )

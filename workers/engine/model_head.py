@@ -5,7 +5,8 @@ Shapes: R rows, H hidden size, V vocabulary padded to whole 64s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.gemm import PANEL_ROWS, linear, linear_vendor
+from dlmgrid.kernels.gemm import PANEL_ROWS
+from dlmgrid.kernels.logits import LogitsPass
+from dlmgrid.kernels.operators import Operators, load_operators
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
+from dlmgrid.kernels.triton_support import KernelsUnavailableError
 from dlmgrid.workers.engine.memory import available_memory, check_memory, plan_memory
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.weights import ModelWeights, load_weights
+
+logger = logging.getLogger(__name__)
 
 NUMERICS = ("exact", "fast")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,6 +44,7 @@ class ModelHead:
         device: str,
         dtype: torch.dtype,
         numerics: str,
+        kernels: str,
     ) -> None:
         """Raises InputError for an impossible setting. ``max_length`` counts prompt and canvas."""
         if numerics not in NUMERICS:
@@ -55,7 +62,9 @@ class ModelHead:
         self.device = torch.device(device)
         self.dtype = dtype
         self.numerics = numerics
-        self._linear = linear if numerics == "exact" else linear_vendor
+        self.kernels = kernels
+        self.operators = open_operators(config, kernels, numerics, self.device, dtype)
+        self._linear = self.operators.linear
 
     def check_room(self, max_length: int, num_cached: int, budget_bytes: int | None) -> None:
         """Raise InputError where buffers of ``num_cached`` slots do not fit ``budget_bytes`` (by default what the
@@ -90,6 +99,11 @@ class ModelHead:
         logits[:, self.config.vocab_size :] = -torch.inf
         logits[:, self.config.mask_token_id] = -torch.inf
         return logits
+
+    @property
+    def logits_pass(self) -> Callable[..., LogitsPass] | None:
+        """The one pass over the logits that the kernels have; None where the twins work apart."""
+        return None if self.kernels == "torch" else self.operators.logits_pass
 
     @torch.no_grad()
     def self_test(self) -> None:
@@ -142,6 +156,8 @@ def load_model(
     max_length: int,
     device: str,
     dtype: str,
+    numerics: str,
+    kernels: str,
     block_length: int | None = None,
     memory_budget_bytes: int | None = None,
 ) -> tuple[ModelConfig, ModelWeights]:
@@ -152,12 +168,27 @@ def load_model(
     config = check_checkpoint(folder, block_length)
     if dtype not in DTYPES:
         raise InputError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    open_operators(config, kernels, numerics, device, DTYPES[dtype])  # refused before the weights are read
     plan = plan_memory(config, num_slots=max(num_cached, 0), max_length=max_length, dtype=dtype)
     budget = memory_budget_bytes if memory_budget_bytes is not None else free_memory(torch.device(device))
     if budget is not None:
         check_memory(plan, budget, num_slots=max(num_cached, 1), max_length=max_length)
     with memory_errors():
         return config, load_weights(folder, config, device, DTYPES[dtype])
+
+
+def open_operators(
+    config: ModelConfig, kernels: str, numerics: str, device: torch.device | str, dtype: torch.dtype
+) -> Operators:
+    """The kernels of a model. Raises InputError where they cannot work on the device or take the model."""
+    try:
+        operators = load_operators(
+            kernels, numerics, device, dtype, head_dim=config.head_dim, vocab_size=config.vocab_size
+        )
+    except KernelsUnavailableError as error:
+        raise InputError(str(error)) from error
+    logger.info("kernels: %s (%s) on %s", kernels, numerics, device)
+    return operators
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -9,13 +9,10 @@ Shapes: R rows, H hidden size, E experts, k chosen a row, I width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.gemm import pad_rows
-from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.kernels.operators import Operators
 from dlmgrid.workers.models.config import ExpertConfig
 from dlmgrid.workers.models.weights import ExpertWeights
 
@@ -42,30 +39,9 @@ def route(config: ExpertConfig, scores: Tensor, bias: Tensor) -> tuple[Tensor, T
     return chosen, picked / (total[:, None] + 1e-20) * config.routed_scale
 
 
-def run_experts(
-    config: ExpertConfig, weights: ExpertWeights, rows: Tensor, linear: Callable[..., Tensor]
-) -> Tensor:
+def run_experts(config: ExpertConfig, weights: ExpertWeights, rows: Tensor, operators: Operators) -> Tensor:
     """The weighted sum of the routed experts for ``rows`` [R, H]: [R, H], same dtype, summed in fp32."""
-    num_rows = rows.shape[0]
-    logits = linear(rows.float(), weights.router)
+    logits = operators.linear(rows.float(), weights.router)
     scores = torch.ones_like(logits).div_(logits.neg().exp_().add_(1.0))
     chosen, share = route(config, scores, weights.router_bias)
-    by_expert = chosen.flatten().sort(stable=True)
-    counts = torch.bincount(by_expert.values, minlength=config.num_experts).tolist()
-    outputs = torch.empty(
-        num_rows * config.num_chosen, rows.shape[1], dtype=torch.float32, device=rows.device
-    )
-    first = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        entries = by_expert.indices[first : first + count]
-        first += count
-        own = pad_rows(rows[torch.div(entries, config.num_chosen, rounding_mode="floor")])
-        inner = silu_gate(linear(own, weights.gate_up[expert]))
-        outputs[entries] = linear(inner, weights.down[expert])[:count].float()
-    ranked = outputs.view(num_rows, config.num_chosen, -1)
-    total = ranked[:, 0] * share[:, :1]
-    for rank in range(1, config.num_chosen):
-        total += ranked[:, rank] * share[:, rank : rank + 1]
-    return total.to(rows.dtype)
+    return operators.run_routed(rows, chosen, share, weights.gate_up, weights.down)

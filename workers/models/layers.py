@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import AttentionPlan, block_attention, write_cache
-from dlmgrid.kernels.embedding import embed
+from dlmgrid.kernels.attention import write_cache
 from dlmgrid.kernels.gemm import pad_rows
-from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
-from dlmgrid.kernels.rotary import apply_rotary
-from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.kernels.operators import Operators
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.experts import run_experts
 from dlmgrid.workers.models.weights import LayerWeights, ModelWeights
@@ -26,9 +24,6 @@ from dlmgrid.workers.models.weights import LayerWeights, ModelWeights
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Maps (layer, queries [R, Hq, d], keys and values [R, Hkv, d], all turned and scaled) to attention [R, Hq, d]; rows
 past those of the pass may be left out."""
-
-Linear = Callable[..., Tensor]
-"""Maps (rows [R, K], weight [N, K], bias [N] or None) to [R, N]: kernels/gemm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +59,12 @@ class BlockPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassInputs:
-    """What one pass works on, made once and read by every layer."""
+class PassInputs(PassRows):
+    """What one pass over blocks works on, made once and read by every layer."""
 
-    tokens: Tensor  # [R] int32, -1 where masked
     num_segments: int
     block_length: int
-    cosines: Tensor  # [R, r / 2]
-    sines: Tensor  # [R, r / 2]
-    query_scale: Tensor | None = None  # [R] fp32
-    plan: AttentionPlan
+    plan: Any  # of the operators that run the pass
     part: BlockPart | None = None
     stored: Tensor  # [n] int64: segments that write their keys and values
     stored_slots: Tensor  # [n] int64
@@ -86,7 +77,7 @@ def run_layers(
     inputs: PassInputs,
     key_cache: Tensor,
     value_cache: Tensor,
-    linear: Linear,
+    operators: Operators,
 ) -> Tensor:
     """Hidden states after the final norm, [R, H] in the weights' dtype.
 
@@ -102,49 +93,52 @@ def run_layers(
             write_cache(key_part, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
             write_cache(value_part, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
         if inputs.part is None:
-            output, _ = block_attention(queries, keys, values, key_part, value_part, inputs.plan)
+            output, _ = operators.block_attention(queries, keys, values, key_part, value_part, inputs.plan)
             return output.flatten(0, 1)
-        keys, values = inputs.part.block_of(key_part), inputs.part.block_of(value_part)
+        keys, values = (inputs.part.block_of(cache).contiguous() for cache in (key_part, value_part))
         at = inputs.part.rows(length)
         whole = queries.new_zeros(num, inputs.part.length, *queries.shape[2:])
         whole[at] = queries
-        output, _ = block_attention(whole, keys, values, key_part, value_part, inputs.plan)
+        output, _ = operators.block_attention(whole, keys, values, key_part, value_part, inputs.plan)
         return output[at].flatten(0, 1)
 
-    rows = PassRows(
-        tokens=inputs.tokens, cosines=inputs.cosines, sines=inputs.sines, query_scale=inputs.query_scale
-    )
-    return run_rows(config, weights, rows, attend, linear)
+    return run_rows(config, weights, inputs, attend, operators)
 
 
 def run_rows(
-    config: ModelConfig, weights: ModelWeights, rows: PassRows, attend: Attend, linear: Linear
+    config: ModelConfig, weights: ModelWeights, rows: PassRows, attend: Attend, operators: Operators
 ) -> Tensor:
     """Hidden states after the final norm, [R, H] in the weights' dtype, with ``attend`` for what rows see."""
-    hidden = embed(rows.tokens, weights.embedding, config.mask_token_id)
+    hidden = operators.embed(rows.tokens, weights.embedding, config.mask_token_id)
     for index, layer in enumerate(weights.layers):
-        normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        attended = attend(index, *_heads(config, layer, normed, rows, linear))
-        hidden = linear(pad_rows(attended.flatten(1)), layer.output).add_(hidden)
-        normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-        mlp = linear(silu_gate(linear(normed, layer.gate_up)), layer.down)
-        if layer.experts is not None and config.experts is not None:
-            mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, linear))
-        hidden = mlp.add_(hidden)
-    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+        normed = operators.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        attended = attend(index, *project_heads(config, layer, normed, rows, operators))
+        hidden = operators.linear_residual(pad_rows(attended.flatten(1)), layer.output, hidden)
+        hidden = run_mlp(config, layer, hidden, operators)
+    return operators.rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
 
 
-def _heads(
-    config: ModelConfig, layer: LayerWeights, normed: Tensor, rows: PassRows, linear: Linear
+def run_mlp(config: ModelConfig, layer: LayerWeights, hidden: Tensor, operators: Operators) -> Tensor:
+    """``hidden`` [R, H] with the output of the layer's second half added."""
+    normed = operators.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+    inner = operators.linear_silu_gate(normed, layer.gate_up)
+    if layer.experts is None or config.experts is None:
+        return operators.linear_residual(inner, layer.down, hidden)
+    mlp = operators.linear(inner, layer.down)
+    mlp = mlp.add_(run_experts(config.experts, layer.experts, normed, operators))
+    return mlp.add_(hidden)
+
+
+def project_heads(
+    config: ModelConfig, layer: LayerWeights, normed: Tensor, rows: PassRows, operators: Operators
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [R, Hq, d], keys and values [R, Hkv, d] of one layer for ``normed`` [R, H]."""
+    """Queries [R, Hq, d], keys and values [R, Hkv, d] of one layer for ``normed`` [R, H], normed, turned and scaled as
+    the model has it."""
     num_heads, num_kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    heads = linear(normed, layer.qkv, layer.qkv_bias)
+    heads = operators.linear(normed, layer.qkv, layer.qkv_bias)
     heads = heads.view(normed.shape[0], num_heads + 2 * num_kv_heads, width)
     turned, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    if layer.head_norm is not None:
-        turned = head_rms_norm(turned, layer.head_norm, config.rms_norm_eps)
-    turned = apply_rotary(turned, rows.cosines, rows.sines)
+    turned = operators.norm_rotary(turned, layer.head_norm, rows.cosines, rows.sines, config.rms_norm_eps)
     if rows.query_scale is not None:
         scaled = turned[:, :num_heads].float() * rows.query_scale[:, None, None]
         turned[:, :num_heads] = scaled.to(turned.dtype)

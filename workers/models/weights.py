@@ -5,7 +5,7 @@ Shapes: H hidden size, Hq / Hkv query and key heads, d head width, I intermediat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -95,7 +95,10 @@ def load_weights(folder: Path | str, config: ModelConfig, device: str, dtype: to
 
 
 def weights_from_tensors(
-    tensors: dict[str, Tensor], config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> ModelWeights:
     """The same from tensors in memory, by their published names. Raises KeyError for a missing one."""
     frame = _Frame(config, device, dtype)

@@ -1,0 +1,333 @@
+"""Triton block attention, with the reduction tree of the torch twin.
+
+    s = scale * q · k
+    tile    TILE_KEYS absolute keys; split: its tiles in ascending order by online softmax (Milakov and Gimelshein,
+            arXiv 1805.02867); row: its splits merged in ascending order; all in fp32
+
+Rows of one launch are grouped by (slot, block start). A program holds a tile of the rows that share a key head, of
+one group or of a part of it, so a prefix tile serves every branch in it; the own block's tile is visited once for
+each branch that the row tile touches. The splits of a row run in one program after another or in programs of their
+own that a second kernel merges: the same additions in the same order, so the same bits.
+
+Legend: N segments of L tokens, Hq query heads, Hkv key heads, G = Hq / Hkv, d head width, R = N · L rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _step(queries, keys, values, present, scale, maximum, total, output):
+    """One key tile: keys [d, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale
+    scores = tl.where(present, scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    decay = tl.exp(maximum - new_maximum)
+    weights = tl.exp(scores - new_maximum[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
+    return new_maximum, total, output
+
+
+@triton.jit
+def _merge(maximum, total, output, next_maximum, next_total, next_output):
+    """Two splits, the earlier one first; one of them may be empty, not both."""
+    joint = tl.maximum(maximum, next_maximum)
+    first = tl.exp(maximum - joint)
+    second = tl.exp(next_maximum - joint)
+    total = total * first + next_total * second
+    output = output * first[:, None] + next_output * second[:, None]
+    return joint, total, output
+
+
+@triton.jit
+def _cached_tiles(
+    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, maximum, total, output,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles first…stop that lie whole in the cache of one (slot, key head)."""
+    offsets = tl.arange(0, TILE)
+    columns = tl.arange(0, PADDED_WIDTH)
+    inside = columns < WIDTH
+    position = first * TILE + offsets
+    keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
+    values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
+    for _ in range(first, stop):
+        keys = tl.load(keys_at, mask=inside[:, None], other=0.0)
+        values = tl.load(values_at, mask=inside[None, :], other=0.0)
+        present = (position >= first_key)[None, :]
+        keys_at += tile_stride
+        values_at += tile_stride
+        position += TILE
+        maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
+    return maximum, total, output
+
+
+@triton.jit
+def _own_tile(
+    queries, in_group, in_block, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
+    first_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride, own_head_stride,
+    value_stride, value_head_stride,
+    L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The tile with the own block, for every segment that the row tile touches.
+
+    Positions before the block come from the cache (pointers to this tile), the block's own from ``keys`` and
+    ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a segment's position.
+    """
+    offsets = tl.arange(0, TILE)
+    columns = tl.arange(0, PADDED_WIDTH)
+    inside = columns < WIDTH
+    block_at = start % TILE
+    is_cached = offsets < block_at
+    is_own = (offsets >= block_at) & (offsets < block_at + L)
+    itself = block_at + in_block
+    present = (offsets < block_at + L)[None, :] & ((causal == 0) | (offsets[None, :] <= itself[:, None]))
+    present &= (start - block_at + offsets >= first_key)[None, :] | (offsets[None, :] == itself[:, None])
+    position = tl.where(is_own, offsets - block_at, 0)
+    last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
+    for member in range(first_row // (L * GROUP), last_row // (L * GROUP) + 1):
+        segment = tl.load(segments + first_segment + member).to(tl.int64)
+        own_row = segment * L + position
+        if MAPPED:
+            own_row = tl.load(row_map + own_row, mask=is_own, other=0).to(tl.int64)
+        own_at = own_row * own_stride + kv_head * own_head_stride
+        own_values_at = own_row * value_stride + kv_head * value_head_stride
+        cache_at = offsets * WIDTH
+        key_tile = tl.load(
+            cached_keys + cache_at[None, :] + columns[:, None],
+            mask=is_cached[None, :] & inside[:, None], other=0.0,
+        )  # fmt: skip
+        own_keys = tl.load(
+            keys + own_at[None, :] + columns[:, None], mask=is_own[None, :] & inside[:, None], other=0.0
+        )
+        value_tile = tl.load(
+            cached_values + cache_at[:, None] + columns[None, :],
+            mask=is_cached[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        own_values = tl.load(
+            values + own_values_at[:, None] + columns[None, :],
+            mask=is_own[:, None] & inside[None, :],
+            other=0.0,
+        )
+        key_tile = tl.where(is_own[None, :], own_keys, key_tile)
+        value_tile = tl.where(is_own[:, None], own_values, value_tile)
+        new_maximum, new_total, new_output = _step(
+            queries, key_tile, value_tile, present, scale, maximum, total, output
+        )
+        chosen = in_group == member
+        maximum = tl.where(chosen, new_maximum, maximum)
+        total = tl.where(chosen, new_total, total)
+        output = tl.where(chosen[:, None], new_output, output)
+    return maximum, total, output
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    return maximum, tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS, PADDED_WIDTH), dtype=tl.float32)
+
+
+@triton.jit
+def _rows_of_tile(
+    tiles, segments, tile_id, kv_head,
+    L: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What the plan says of a row tile, and of each of its rows: the packed row, the query head, its segment."""
+    entry = tiles + tile_id * FIELDS
+    first_segment = tl.load(entry)
+    first_row = tl.load(entry + 1)
+    num_group_rows = tl.load(entry + 2)
+    slot = tl.load(entry + 3)
+    start = tl.load(entry + 4)
+    first_key = tl.load(entry + 5)
+    causal = tl.load(entry + 6)
+    row = first_row + tl.arange(0, ROWS)
+    held = row < num_group_rows
+    in_group = tl.minimum(row, num_group_rows - 1) // (L * GROUP)  # rows past the end follow the last segment
+    within = row % (L * GROUP)
+    segment = tl.load(segments + first_segment + in_group, mask=held, other=0)
+    in_block = within // GROUP
+    packed = segment.to(tl.int64) * L + in_block
+    head = kv_head * GROUP + within % GROUP
+    where = (first_segment, first_row, num_group_rows, slot, start, first_key, causal)
+    return where, (held, in_group, in_block, packed, head)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, key_cache, value_cache, out, log_sums, state_max, state_total, state_out, tiles, segments,
+    q_stride, q_head_stride, own_stride, own_head_stride,
+    value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
+    num_states,
+    L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
+    BOUNDARY: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, key heads, splits or 1).
+
+    SEQUENTIAL: all splits of a row tile in one program. Otherwise split s of the grid's third axis goes into entry s
+    of the states [splits, rows, ...]. BOUNDARY: the own tile is left out and the states before it are kept, the
+    merged splits before the last in entry 0, the last split's in entry 1.
+    """
+    kv_head = tl.program_id(1)
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    held, in_group, in_block, packed, head = rows
+    columns = tl.arange(0, PADDED_WIDTH)
+    mask = held[:, None] & (columns < WIDTH)[None, :]
+    queries = tl.load(
+        q + packed[:, None] * q_stride + head[:, None].to(tl.int64) * q_head_stride + columns[None, :],
+        mask=mask, other=0.0,
+    )  # fmt: skip
+    at_head = slot.to(tl.int64) * slot_stride + kv_head * head_stride
+    cached_keys = key_cache + at_head
+    cached_values = value_cache + at_head
+    own_tile = start // TILE
+    last_split = own_tile // TILES_PER_SPLIT
+    maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    state_row = packed * num_heads + head
+    if SEQUENTIAL:
+        for split in range(last_split):
+            next_maximum, next_total, next_output = _empty(ROWS, PADDED_WIDTH)
+            next_maximum, next_total, next_output = _cached_tiles(
+                queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
+                (split + 1) * TILES_PER_SPLIT, first_key, scale, next_maximum, next_total, next_output,
+                WIDTH, PADDED_WIDTH, TILE,
+            )  # fmt: skip
+            maximum, total, output = _merge(maximum, total, output, next_maximum, next_total, next_output)
+        split = last_split
+    else:
+        split = tl.program_id(2)
+        if split > last_split:
+            return
+    within_maximum, within_total, within_output = _empty(ROWS, PADDED_WIDTH)
+    within_maximum, within_total, within_output = _cached_tiles(
+        queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
+        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale,
+        within_maximum, within_total, within_output,
+        WIDTH, PADDED_WIDTH, TILE,
+    )  # fmt: skip
+    if not BOUNDARY:
+        if split == last_split:
+            base = own_tile.to(tl.int64) * tile_stride
+            within_maximum, within_total, within_output = _own_tile(
+                queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
+                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale,
+                within_maximum, within_total, within_output, own_stride, own_head_stride,
+    value_stride, value_head_stride,
+                L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
+            )  # fmt: skip
+    if SEQUENTIAL and not BOUNDARY:
+        maximum, total, output = _merge(maximum, total, output, within_maximum, within_total, within_output)
+        tl.store(
+            out + state_row[:, None] * WIDTH + columns[None, :],
+            (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
+        )  # fmt: skip
+        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+    else:
+        if SEQUENTIAL:
+            tl.store(state_max + state_row, maximum, mask=held)
+            tl.store(state_total + state_row, total, mask=held)
+            tl.store(state_out + state_row[:, None] * WIDTH + columns[None, :], output, mask=mask)
+            at = num_states + state_row
+        else:
+            at = split.to(tl.int64) * num_states + state_row
+        tl.store(state_max + at, within_maximum, mask=held)
+        tl.store(state_total + at, within_total, mask=held)
+        tl.store(state_out + at[:, None] * WIDTH + columns[None, :], within_output, mask=mask)
+
+
+@triton.jit
+def merge_kernel(
+    split_max, split_total, split_out, out, log_sums, state_max, state_total, state_out, tiles, segments,
+    num_heads, num_states,
+    L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, BOUNDARY: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, key heads): the splits of each row in ascending order."""
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), tl.program_id(1), L, GROUP, FIELDS, ROWS)
+    start = where[4]
+    held, _, _, packed, head = rows
+    columns = tl.arange(0, PADDED_WIDTH)
+    mask = held[:, None] & (columns < WIDTH)[None, :]
+    state_row = packed * num_heads + head
+    last_split = start // TILE // TILES_PER_SPLIT
+    maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    at = state_row
+    for _ in range(last_split):
+        maximum, total, output = _merge(
+            maximum, total, output,
+            tl.load(split_max + at, mask=held, other=0.0),
+            tl.load(split_total + at, mask=held, other=1.0),
+            tl.load(split_out + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0),
+        )  # fmt: skip
+        at += num_states
+    last_maximum = tl.load(split_max + at, mask=held, other=0.0)
+    last_total = tl.load(split_total + at, mask=held, other=1.0)
+    last_output = tl.load(split_out + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    if BOUNDARY:
+        tl.store(state_max + state_row, maximum, mask=held)
+        tl.store(state_total + state_row, total, mask=held)
+        tl.store(state_out + state_row[:, None] * WIDTH + columns[None, :], output, mask=mask)
+        at = num_states + state_row
+        tl.store(state_max + at, last_maximum, mask=held)
+        tl.store(state_total + at, last_total, mask=held)
+        tl.store(state_out + at[:, None] * WIDTH + columns[None, :], last_output, mask=mask)
+    else:
+        maximum, total, output = _merge(maximum, total, output, last_maximum, last_total, last_output)
+        tl.store(
+            out + state_row[:, None] * WIDTH + columns[None, :],
+            (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
+        )  # fmt: skip
+        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+
+
+@triton.jit
+def own_block_kernel(
+    q, k, v, key_cache, value_cache, row_map, state_max, state_total, state_out, out, log_sums, tiles, segments,
+    q_stride, q_head_stride, own_stride, own_head_stride,
+    value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
+    num_states,
+    L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    FIELDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, key heads): the own tile on top of the states that ``row_map`` points each row to."""
+    kv_head = tl.program_id(1)
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    held, in_group, in_block, packed, head = rows
+    columns = tl.arange(0, PADDED_WIDTH)
+    mask = held[:, None] & (columns < WIDTH)[None, :]
+    source = tl.load(row_map + packed, mask=held, other=0).to(tl.int64)
+    queries = tl.load(
+        q + source[:, None] * q_stride + head[:, None].to(tl.int64) * q_head_stride + columns[None, :],
+        mask=mask, other=0.0,
+    )  # fmt: skip
+    state_row = source * num_heads + head
+    before_maximum = tl.load(state_max + state_row, mask=held, other=0.0)
+    before_total = tl.load(state_total + state_row, mask=held, other=0.0)
+    before_output = tl.load(state_out + state_row[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    at = num_states + state_row
+    maximum = tl.load(state_max + at, mask=held, other=0.0)
+    total = tl.load(state_total + at, mask=held, other=0.0)
+    output = tl.load(state_out + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    base = (
+        slot.to(tl.int64) * slot_stride + kv_head * head_stride + (start // TILE).to(tl.int64) * tile_stride
+    )
+    maximum, total, output = _own_tile(
+        queries, in_group, in_block, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
+        segments, first_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
+        own_stride, own_head_stride,
+    value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
+    )  # fmt: skip
+    maximum, total, output = _merge(before_maximum, before_total, before_output, maximum, total, output)
+    result_row = packed * num_heads + head
+    tl.store(
+        out + result_row[:, None] * WIDTH + columns[None, :],
+        (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
+    )  # fmt: skip
+    tl.store(log_sums + result_row, maximum + tl.log(total), mask=held)

@@ -1,0 +1,140 @@
+"""The kernels of a pass as one set: the torch twins or the Triton kernels. Chosen by name, never by what happens to
+be installed: a set that cannot work here is refused with the reason.
+
+Sets of one device give equal values to rounding; bits are only compared within a set.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlmgrid.kernels.attention import block_attention, plan_attention
+from dlmgrid.kernels.embedding import embed
+from dlmgrid.kernels.experts import run_routed
+from dlmgrid.kernels.gemm import linear, linear_vendor
+from dlmgrid.kernels.logits import NUM_CANDIDATES, LogitsPass, logits_pass
+from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
+from dlmgrid.kernels.rotary import apply_rotary
+from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.kernels.triton_support import KernelsUnavailableError, check_triton
+
+KERNELS = ("torch", "triton")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """One set of kernels.
+
+    Attributes:
+        linear: (x [R, K], weight [N, K], bias [N] or None, out_dtype=None) to [R, N].
+        linear_residual: (x, weight, residual [R, N]) to [R, N]; ``residual`` may be overwritten.
+        linear_silu_gate: (x, weight [2N, K]) to [R, N], silu(gate) * up.
+        rms_norm: (x [R, H], weight, eps) to [R, H].
+        norm_rotary: (x [R, heads, d], weight [heads, d] or None, cosines [R, r/2], sines, eps) to [R, heads, d].
+        embed: (tokens [R], weight [V, H], mask id) to [R, H].
+        plan_attention, block_attention: as ``kernels.attention`` has them; the plan belongs to the set.
+        run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
+        logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
+    """
+
+    name: str
+    linear: Callable[..., Tensor]
+    linear_residual: Callable[[Tensor, Tensor, Tensor], Tensor]
+    linear_silu_gate: Callable[[Tensor, Tensor], Tensor]
+    rms_norm: Callable[..., Tensor]
+    norm_rotary: Callable[[Tensor, Tensor | None, Tensor, Tensor, float], Tensor]
+    embed: Callable[[Tensor, Tensor, int], Tensor]
+    plan_attention: Callable[..., Any]
+    block_attention: Callable[..., tuple[Tensor, Tensor]]
+    run_routed: Callable[..., Tensor]
+    logits_pass: Callable[..., LogitsPass]
+
+
+def torch_operators(numerics: str) -> Operators:
+    """The torch twins; under ``fast`` with the vendor's products."""
+    product = linear if numerics == "exact" else linear_vendor
+    return Operators(
+        name="torch",
+        linear=product,
+        linear_residual=lambda x, weight, residual: product(x, weight).add_(residual),
+        linear_silu_gate=lambda x, weight: silu_gate(product(x, weight)),
+        rms_norm=rms_norm,
+        norm_rotary=_norm_rotary,
+        embed=embed,
+        plan_attention=plan_attention,
+        block_attention=block_attention,
+        run_routed=functools.partial(run_routed, product=product),
+        logits_pass=logits_pass,
+    )
+
+
+def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tensor, eps: float) -> Tensor:
+    return apply_rotary(x if weight is None else head_rms_norm(x, weight, eps), cosines, sines)
+
+
+def triton_operators(numerics: str) -> Operators:
+    """The Triton kernels; under ``fast`` with the vendor's products where no epilogue is fused."""
+    from dlmgrid.kernels.attention.launch import block_attention as triton_attention
+    from dlmgrid.kernels.attention.launch_plan import LaunchPlan
+    from dlmgrid.kernels.embedding.kernel import embed as triton_embed
+    from dlmgrid.kernels.experts.kernel import run_routed as triton_run_routed
+    from dlmgrid.kernels.gemm.kernel import linear as triton_linear
+    from dlmgrid.kernels.logits.kernel import logits_pass as triton_logits_pass
+    from dlmgrid.kernels.rmsnorm.kernel import rms_norm as triton_rms_norm
+    from dlmgrid.kernels.rotary.kernel import norm_rotary
+
+    return Operators(
+        name="triton",
+        linear=triton_linear if numerics == "exact" else linear_vendor,
+        linear_residual=lambda x, weight, residual: triton_linear(x, weight, residual=residual),
+        linear_silu_gate=lambda x, weight: triton_linear(x, weight, gated=True),
+        rms_norm=triton_rms_norm,
+        norm_rotary=lambda x, weight, cosines, sines, eps: norm_rotary(x, weight, cosines, sines, None, eps),
+        embed=triton_embed,
+        plan_attention=LaunchPlan,
+        block_attention=triton_attention,
+        run_routed=triton_run_routed,
+        logits_pass=triton_logits_pass,
+    )
+
+
+def load_operators(
+    name: str,
+    numerics: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    vocab_size: int,
+) -> Operators:
+    """The set ``name`` for a model on ``device``.
+
+    Raises:
+        KernelsUnavailableError: Triton is missing, or the device, the dtype, the head width or the vocabulary is one
+            that the kernels cannot take.
+    """
+    if name not in KERNELS:
+        raise KernelsUnavailableError(f"kernels: {name!r} is not one of {', '.join(KERNELS)}")
+    if name == "torch":
+        return torch_operators(numerics)
+    check_triton(device, dtype)
+    from dlmgrid.kernels.attention.launch import HEAD_WIDTHS
+    from dlmgrid.kernels.logits.kernel import MAX_VOCABULARY
+
+    if head_dim not in HEAD_WIDTHS:
+        raise KernelsUnavailableError(
+            f"kernels: the Triton attention takes head widths {', '.join(map(str, HEAD_WIDTHS))}, the model has "
+            f"{head_dim}; use kernels: torch"
+        )
+    if not NUM_CANDIDATES <= vocab_size <= MAX_VOCABULARY:
+        raise KernelsUnavailableError(
+            f"kernels: the Triton logits pass takes {NUM_CANDIDATES} to {MAX_VOCABULARY} tokens, the model has "
+            f"{vocab_size}; use kernels: torch"
+        )
+    return triton_operators(numerics)

@@ -1,0 +1,79 @@
+"""The Triton norms, rotary embedding and embedding give the twins' values, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from dlmgrid.kernels.embedding import embed as embed_twin  # noqa: E402
+from dlmgrid.kernels.embedding.kernel import embed  # noqa: E402
+from dlmgrid.kernels.rmsnorm import head_rms_norm  # noqa: E402
+from dlmgrid.kernels.rmsnorm import rms_norm as rms_norm_twin  # noqa: E402
+from dlmgrid.kernels.rmsnorm.kernel import rms_norm  # noqa: E402
+from dlmgrid.kernels.rotary import apply_rotary, rotary_tables  # noqa: E402
+from dlmgrid.kernels.rotary.kernel import norm_rotary  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize("width", [1, 63, 100, 576, 4096])
+def test_rms_norm(triton_device: torch.device, float_type: torch.dtype, width: int, assert_near: Any) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(7, width, generator=generator).to(triton_device, float_type)
+    weight = torch.rand(width, generator=generator).to(triton_device, float_type)
+    result = rms_norm(x, weight, 1e-6)
+    assert_near(result, rms_norm_twin(x.float(), weight.float(), 1e-6))
+    assert torch.equal(rms_norm(x[3:4], weight, 1e-6), result[3:4])
+    count = torch.tensor([5], dtype=torch.int32, device=triton_device)
+    part = rms_norm(x, weight, 1e-6, row_count=count)
+    assert torch.equal(part[:5], result[:5])
+    assert part[5:].isnan().all()
+
+
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize(("width", "turned"), [(64, 64), (80, 80), (96, 48), (128, 128), (192, 64)])
+def test_norm_and_rotary(
+    triton_device: torch.device, float_type: torch.dtype, width: int, turned: int, has_norm: bool, assert_near: Any
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(width)
+    packed = torch.randn(5, 4, width, generator=generator).to(triton_device, float_type)
+    x = packed[:, :3]  # rows of a fused product: heads that are not turned lie between them
+    weight = torch.rand(3, width, generator=generator).to(triton_device, float_type) if has_norm else None
+    cosines, sines = rotary_tables(40, turned, 1e4, triton_device)
+    positions = torch.tensor([0, 39, 7, 7, 12], device=triton_device)
+    result = norm_rotary(x, weight, cosines, sines, positions, 1e-6)
+    expected = x.float()
+    if weight is not None:
+        expected = head_rms_norm(expected, weight.float(), 1e-6)
+    assert_near(result, apply_rotary(expected, cosines[positions], sines[positions]))
+    alone = norm_rotary(x[2:3], weight, cosines, sines, positions[2:3], 1e-6)
+    assert torch.equal(alone, result[2:3])
+
+
+@pytest.mark.parametrize("width", [1, 63, 1500])
+def test_embedding_copies_rows(triton_device: torch.device, float_type: torch.dtype, width: int) -> None:
+    weight = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(triton_device, float_type)
+    tokens = torch.tensor([0, -1, 19, 5, 18, -1], dtype=torch.int32, device=triton_device)
+    assert torch.equal(embed(tokens, weight, 18), embed_twin(tokens, weight, 18))
+
+
+def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> None:
+    x = torch.zeros(2, 3, 64, device=triton_device)
+    cosines, sines = rotary_tables(8, 64, 1e4, triton_device)
+    positions = torch.zeros(2, dtype=torch.int64, device=triton_device)
+    with pytest.raises(ValueError, match="does not fit tables"):
+        norm_rotary(x[:, :, :32], None, cosines, sines, positions, 1e-6)
+    with pytest.raises(ValueError, match="positions"):
+        norm_rotary(x, None, cosines, sines, positions.int(), 1e-6)
+    with pytest.raises(ValueError, match="does not fit weight"):
+        rms_norm(x[0], x[0, 0, :5], 1e-6)
+    with pytest.raises(ValueError, match="float64"):
+        rms_norm(x[0].double(), x[0, 0], 1e-6)
+    with pytest.raises(ValueError, match="int32"):
+        embed(positions, x[0], 0)
+    with pytest.raises(ValueError, match="mask token 9"):
+        embed(positions.int(), x[0], 9)
