@@ -168,7 +168,10 @@ def test_settings_that_differ_are_named_and_others_are_not(tmp_path: Path) -> No
     assert "seed" not in second.headings
     claim = second.headings.index("claim")
     described = [(row[2].text, row[claim].text) for row in second.rows]
-    assert described[0] == ("coupled", "exact")  # the draft-free cell; of the others the cell key sets the order
+    assert described[0] == (
+        "coupled",
+        "exact",
+    )  # the draft-free cell; of the others the cell key sets the order
     assert sorted(described[1:]) == [("coupled", "exact"), ("uncoupled", "exact")]
 
 
