@@ -19,7 +19,7 @@ demo: $(STAMP) ## decode, score and report a small grid with the shipped model (
 	$(RUN) $(VENV_PYTHON) -m dlmgrid.jobs.cli report $(DEMO_OUT)
 
 test: $(STAMP) ## run the tests that need no GPU
-	$(RUN) $(VENV_PYTHON) -m pytest -q -n 2 --dist loadgroup --timeout 600 -m "not gpu and not law and not slow" $(ARGS)
+	$(RUN) $(VENV_PYTHON) -m pytest -q -n 2 --dist loadfile --timeout 600 -m "not gpu and not law and not slow" $(ARGS)
 
 law: $(STAMP) ## hold 200,000 draws of every method and decoder to the exact law (CPU, minutes)
 	$(RUN) $(VENV_PYTHON) -m pytest -q -m law $(ARGS)

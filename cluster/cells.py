@@ -27,7 +27,7 @@ from dlmgrid.workers.cell import (
     Cell,
     digest,
 )
-from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS, get_method
+from dlmgrid.workers.drafting.catalog import ALL_METHODS, DIAGNOSTIC_METHODS, get_method
 from dlmgrid.workers.drafting.drafter_file import DrafterFile, find_drafter_file, misfit, stored_drafter
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
@@ -91,18 +91,11 @@ def naming(place: str) -> Iterator[None]:
 
 
 def check_methods(grid: Grid, sources: Sources) -> None:
-    """Raises InputError for a method that does not exist, not in a live run, with other parameters than it takes, or
-    under a decoder that it does not draft for."""
+    """Raises InputError for a method that does not exist, not in a live run, with other parameters than it
+    takes."""
     for index, method in enumerate(grid.methods):
         with naming(f"methods[{index}]"):
             _check_method(method, sources)
-            for decoder in grid.decoder:
-                drafts_for = sources.methods[method.name].decoders
-                if decoder.name not in drafts_for:
-                    raise InputError(
-                        f"method {method.name!r} does not draft for the decoder {decoder.name}; it does for "
-                        f"{' and '.join(drafts_for)}"
-                    )
 
 
 def _check_method(method: MethodEntry, sources: Sources) -> None:
@@ -180,17 +173,12 @@ def _find_model(entry: ModelEntry, decoders: Sequence[DecoderEntry], sources: So
             raise InputError(
                 f"model {entry.path!r}: sub_block_length {sub_block} does not divide its block of {block_length} tokens"
             )
-        if decoder.fused_commit and shape.seeds_next_block:
-            raise InputError(
-                f"model {entry.path!r}: its commit pass gives the first token of the next block, so a block cannot "
-                "begin before it; remove fused_commit"
-            )
         if decoder.commits_per_step > block_length:
             raise InputError(
                 f"model {entry.path!r}: commits_per_step {decoder.commits_per_step} is more than its block "
                 f"of {block_length} tokens; lower it"
             )
-        if getattr(shape, "seeds_next_block", False):
+        if shape.seeds_next_block:
             for name in ("fused_commit", "window"):
                 if getattr(decoder, name):
                     raise InputError(
@@ -351,6 +339,12 @@ def _cells(
     for temperature in grid.temperatures:
         for method, files in zip(grid.methods, drafters, strict=True):
             for budget in [0] if method.name == "none" else method.budgets or grid.budgets or [0]:
+                drafts_for = ALL_METHODS[method.name].decoders
+                if settings["decoder"] not in drafts_for:
+                    raise InputError(
+                        f"method {method.name!r} does not draft for the decoder {settings['decoder']}; it does for "
+                        f"{' and '.join(drafts_for)}"
+                    )
                 if model.entry.cache == "sub_block" and method.name != "none":
                     raise InputError(
                         f"model {model.entry.path!r}: with cache sub_block a state's next step depends on the path to "

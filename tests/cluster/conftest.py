@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -163,11 +164,20 @@ def run_units() -> Callable[..., list[tuple[WorkUnit, UnitResult]]]:
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """A Ray of two CPUs without a dashboard, shared by the tests of a module."""
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of two CPUs without a dashboard, shared by the tests of a module.
+
+    One at a time: where the suite runs in several processes, they share the parent of their temporary folders.
+    """
     import ray
 
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ.pop("RAY_ADDRESS", None)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+    with (shared / "ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
+        yield
+        ray.shutdown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,12 +93,7 @@ def test_a_family_whose_commit_pass_seeds_the_next_block_takes_no_joined_passes(
     look_up(grid, sources, data=None, limit=None)
 
     def seeding(folder: Path, block_length: int | None) -> Any:
-        shape = sources.check_checkpoint(folder, block_length)
-        return SimpleNamespace(
-            block_length=shape.block_length,
-            max_position_embeddings=shape.max_position_embeddings,
-            seeds_next_block=True,
-        )
+        return replace(sources.check_checkpoint(folder, block_length), seeds_next_block=True)
 
     with pytest.raises(
         InputError, match=f"commit pass gives the first token .*; remove {next(iter(option))}"
@@ -110,11 +104,8 @@ def test_a_family_whose_commit_pass_seeds_the_next_block_takes_no_joined_passes(
 def test_a_method_is_refused_under_a_decoder_it_does_not_draft_for(
     write_grid: Callable[..., Path], sources: Sources
 ) -> None:
-    sets = FakeMethod("spot_sets", "sets", decoders=("threshold", "factor"))
-    known = replace(sources, methods={**sources.methods, "spot_sets": sets})
-    message = (
-        r"methods\[1\]: method 'spot_sets' does not draft for the decoder static; it does for threshold and"
-    )
+    known = replace(sources, methods={**sources.methods, "spot_sets": FakeMethod("spot_sets", "sets")})
+    message = "method 'spot_sets' does not draft for the decoder static; it does for threshold and"
     with pytest.raises(InputError, match=message):
         look_up(read_grid(write_grid(methods=["ssd", "spot_sets"])).grid, known, data=None, limit=None)
 

@@ -69,7 +69,7 @@ class CanvasDecoder(Decoder):
         settings: DecodeSettings,
         recorder: Recorder | None = None,
     ) -> None:
-        if settings.fused_commit or settings.window:
+        if settings.fused_commit or settings.window or settings.records_window:
             raise ValueError(
                 "fused_commit and window belong to block-causal models: a bidirectional one commits nothing"
             )

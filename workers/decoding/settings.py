@@ -67,13 +67,15 @@ class DecodeSettings:
             raise ValueError(f"window {self.window!r} is not one of {', '.join(WINDOWS[1:])}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
             raise ValueError("budget and temperature must not be negative, gen_length must be positive")
-        if (self.fused_commit or self.window) and self.seed != "none":
-            name = "fused_commit" if self.fused_commit else f"window {self.window!r}"
+        looks_ahead = self.window != "" or self.records_window
+        if looks_ahead and (self.seed != "none" or self.stop_rule != "block" or self.causal or self.shifted):
             raise ValueError(
-                f"{name}: the commit pass gives the next block's first token, nothing joins the two"
+                "window: the next block depends on more than the finished one, nothing drafts it"
             )
-        if self.window and (self.stop_rule != "block" or self.shifted):
-            raise ValueError(f"window {self.window!r}: this family stops inside a block or shifts its rows")
+        if self.fused_commit and self.seed != "none":
+            raise ValueError(
+                "fused_commit: the commit pass gives the next block's first token, nothing joins the two"
+            )
 
         if self.fold is not None and (self.window or self.product_tau is not None):
             name = f"window {self.window!r}" if self.window else "product_tau"

@@ -33,7 +33,7 @@ from torch import Tensor
 from dlmgrid.kernels.logits import Choice, LogitsPass, Summary, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
-from dlmgrid.workers.decoding.sampling import READS_STEP, PositionNoise, draw, forbid_tokens
+from dlmgrid.workers.decoding.sampling import READS_STEP, Drawn, PositionNoise, draw, forbid_tokens
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
 from dlmgrid.workers.decoding.tree import DraftTree
@@ -180,7 +180,13 @@ def walk(
             functools.partial(transition.noise.position_gumbels, row_keys, row_positions, draws),
         )
         choose_with = functools.partial(
-            _choose, transition, logits, position_noise, states=states, row_of=row_of, position=position
+            _choose,
+            transition,
+            logits,
+            position_noise=position_noise,
+            states=states,
+            row_of=row_of,
+            position=position,
         )
         drawn = choose_with(gumbel, choose_from)
         step = _step(rule, states, drawn, block_step)
@@ -234,11 +240,12 @@ def _chosen_in(
 
 class _Chosen(NamedTuple):
     """The tokens chosen at the masked positions of A states, everything [A, L]: ``tokens`` int32 (the state's own
-    where nothing is masked), ``confidence`` fp32 (-inf there), ``margins`` fp32, ``is_argmax`` bool: whether the token
-    is the row's most probable one."""
+    where nothing is masked), ``confidence`` fp32, what the rule compares (-inf there), ``probability`` fp32 of the
+    token, ``margins`` fp32, ``is_argmax`` bool: whether the token is the row's most probable one."""
 
     tokens: Tensor
     confidence: Tensor
+    probability: Tensor
     margins: Tensor
     is_argmax: Tensor
 
@@ -255,16 +262,16 @@ class _Step(NamedTuple):
 def _choose(
     transition: TransitionRule,
     logits: Tensor,
-    position_noise: PositionNoise,
     gumbel: Tensor | None,
     choose_from: Callable[[Tensor], Choice] | None = None,
     *,
+    position_noise: PositionNoise,
     states: Tensor,
     row_of: Tensor,
     position: Tensor,
 ) -> _Chosen:
-    """Choose a token at every masked position. Raises FloatingPointError where a probability is not finite."""
-    drawn = draw(
+    """Draw a token at every masked position. Raises FloatingPointError where a probability is not finite."""
+    drawn: Drawn = draw(
         logits,
         transition.rule.sampling,
         transition.temperature,
@@ -278,13 +285,15 @@ def _choose(
         raise FloatingPointError("the model's logits are not finite at a state of this item")
     confidence = torch.full(states.shape, -torch.inf, device=states.device)
     confidence[row_of, position] = drawn.confidence
+    probability = torch.ones(states.shape, device=states.device)
+    probability[row_of, position] = choice.probabilities
     tokens = states.clone()
     tokens[row_of, position] = choice.tokens.to(torch.int32)
     margins = torch.zeros(states.shape, device=states.device)
     margins[row_of, position] = choice.margins
     is_argmax = states != MASKED
     is_argmax[row_of, position] = logits.gather(1, choice.tokens[:, None]).squeeze(1) == logits.amax(dim=1)
-    return _Chosen(tokens, confidence, margins, is_argmax)
+    return _Chosen(tokens, confidence, probability, margins, is_argmax)
 
 
 def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:
@@ -317,8 +326,8 @@ def _largest_admissible(tree: DraftTree, states: Tensor, chosen: _Chosen, step: 
     is_new = (tree.tokens != MASKED) & ~was_filled
     own = torch.where(is_new, chosen.tokens[:, None], torch.where(was_filled, states[:, None], MASKED))
     extends = tree.is_node() & (tree.tokens == own).all(dim=-1)
-    log_confidence = chosen.confidence.double().clamp_min(0).log()[:, None]
-    product = torch.where(is_new, log_confidence, 0.0).sum(dim=-1)
+    log_probability = chosen.probability.double().log()[:, None]
+    product = torch.where(is_new, log_probability, 0.0).sum(dim=-1)
     admissible = extends & (product >= math.log(floor))
     size = torch.where(admissible, is_new.sum(dim=-1), 0)
     largest = size.amax(dim=1, keepdim=True)

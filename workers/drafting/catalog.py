@@ -26,7 +26,7 @@ class MethodInfo:
     implementation: str
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal")
+    decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal", "llada", "dream")
     file_key: str = ""
     reads: str = ""
     records: tuple[str, ...] = ()
