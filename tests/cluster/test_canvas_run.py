@@ -102,6 +102,14 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**LLADA, "block_length": 8}, {"decoder": {"name": "static", "fused_commit": True}},
         "a bidirectional model has no commit passes to join; remove fused_commit",
     ),
+    "fold": (
+        {**LLADA, "block_length": 8}, {"methods": [{"name": "ssd", "fold": {"tau": 0.1}}]},
+        "a bidirectional model's canvases do not fold; remove fold from method 'ssd'",
+    ),
+    "triton": (
+        {**LLADA, "block_length": 8}, {"kernels": "triton"},
+        "kernels: triton has no attention over the canvas of a bidirectional model; use kernels: torch",
+    ),
     "variant": (
         {**DREAM}, {"decoder": {"name": "published", "variant": "faster"}},
         "variant 'faster' is not a published decoder of the family dream; known: origin, maskgit_plus",

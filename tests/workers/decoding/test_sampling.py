@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.logits import LogitsPass, logits_pass
+from dlmgrid.workers.decoding.commit_rules import static
+from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.sampling import (
     LEAST_CONFIDENCE,
@@ -15,6 +22,8 @@ from dlmgrid.workers.decoding.sampling import (
     filter_logits,
     forbid_tokens,
 )
+from dlmgrid.workers.drafting import ssd
+from dlmgrid.workers.testing.tiny_target import TinyTarget
 
 ROWS, VOCABULARY = 6, 128
 NO_NOISE = PositionNoise(lambda: torch.full((ROWS,), 0.5).double(), lambda: torch.zeros(ROWS))
@@ -75,6 +84,31 @@ def test_confidences_are_those_of_their_sources(
                 NO_NOISE,
             )  # fmt: skip
             assert torch.equal(alone.confidence, drawn.confidence[row : row + 1])
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_a_pass_over_the_logits_takes_the_place_of_the_twins(top_k: int | None) -> None:
+    prompts = [Prompt(item_id="a", repeat=0, token_ids=(1, 2, 3))]
+    target = TinyTarget(block_length=4, vocab_size=40)
+    rule = replace(static(1), sampling=Sampling(top_k=top_k))
+
+    def decode(one_pass: Callable[..., LogitsPass] | None) -> Generation:
+        settings = DecodeSettings(
+            block_length=4, gen_length=8, budget=3, temperature=1.0, rule=rule, noise=NoiseTable(3),
+            stop_token_ids=(),
+        )  # fmt: skip
+        return Decoder(target, ssd.build(), settings, logits_pass=one_pass).decode(prompts)[0]
+
+    calls: list[float] = []
+
+    def counted(logits: Tensor, temperature: float, *, noise: Any) -> LogitsPass:
+        calls.append(temperature)
+        return logits_pass(logits, temperature, noise=noise)
+
+    apart, together = decode(None), decode(counted)
+    assert (together.steps, together.digests, together.margins) == (apart.steps, apart.digests, apart.margins)
+    assert together.accepted == apart.accepted
+    assert len(calls) == len(apart.steps) * (1 if top_k is None else 2)
 
 
 def test_filters_break_ties_by_id_and_keep_the_likeliest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -91,9 +92,27 @@ def test_cells_say_how_they_fold() -> None:
     )  # fmt: skip
     assert fold_settings(cell) == FoldSettings(tau=(0.1, 0.2), gate="source")
     assert cell.claim == "approximate"
+    assert not cell.keeps_to_reference
     assert cell.reference().fold_tau is None
     assert fold_settings(cell.reference()) is None
     plain = {"fold_tau_by_layer": "", "fold_gate": "parent"}
     rechecked = Cell.from_dict({**cell.to_dict(), **plain, "fold_recheck": True})
-    assert rechecked.claim == "exact"
-    assert Cell.from_dict({**cell.to_dict(), **plain, "fold_tau": 0.0}).claim == "exact"
+    at_zero = Cell.from_dict({**cell.to_dict(), **plain, "fold_tau": 0.0})
+    for kept in (rechecked, at_zero):
+        assert kept.claim == "exact"
+        assert kept.keeps_to_reference
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": "full"}, "fold: folded passes are not defined with window 'full'"),
+        ({"product_tau": 0.5}, "fold: folded passes are not defined with product_tau"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeSettings(
+            block_length=8, gen_length=8, budget=4, temperature=0.0, rule=static(1), noise=NoiseTable(3),
+            stop_token_ids=(), fold=FoldSettings(tau=(0.1,)), **changes,
+        )  # fmt: skip
