@@ -86,7 +86,7 @@ def test_faults_that_pass_lose_and_double_nothing(
     tmp_path: Path, write_grid: Callable[..., Path], write_data: Callable[..., Path], run: Run, stored_rows: Reader,
     attempts: Reader, make_works: Any, run_units: Any,
 ) -> None:  # fmt: skip
-    grid = write_grid(resources={"num_actors": 2, "items_per_unit": 4, "unit_seconds": 4})
+    grid = write_grid(resources={"num_actors": 2, "items_per_unit": 4, "unit_seconds": 8})
     undisturbed = Store(tmp_path / "undisturbed")
     run_units(
         undisturbed,
@@ -113,7 +113,7 @@ def test_faults_that_pass_lose_and_double_nothing(
     written = [cause for cause in causes["died"] if "after its rows were written" in cause]
     assert len(written) >= 1
     assert len(causes["died"]) - len(written) == 2
-    assert sum("no answer for 4 s" in cause for cause in causes["died"]) == 1
+    assert sum("no answer for 8 s" in cause for cause in causes["died"]) == 1
     assert len(causes["transient"]) == 1
     halved = [
         row["max_in_flight"] for row in seen if row["outcome"] == "out_of_memory" and row["num_keys"] == 4
