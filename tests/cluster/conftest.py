@@ -174,7 +174,9 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as a run sets it: else a busy machine starves the actors
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # as a run sets it: else a busy machine starves the actors
     with (shared / "ray.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ray.init(
