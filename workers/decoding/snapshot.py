@@ -72,14 +72,14 @@ class Snapshots:
         row_samples: Tensor,
         positions: Tensor,
         summary: Summary,
-        hidden: Tensor,
+        hidden: Tensor | None = None,
     ) -> None:
         """Replace the snapshots of some samples.
 
         Args:
             samples: int64 [A], whose; masked: bool [A, L], the masked positions of the state that the pass saw.
             row_samples: int64 [R], the sample of each summarised row; positions: int64 [R], its position.
-            summary: of the R rows; hidden: [R, H], what the head read.
+            summary: of the R rows; hidden: [R, H], what the head read, needed where hidden states are kept.
         """
         self.masked[samples] = masked
         self.is_valid[samples] = True
@@ -89,6 +89,8 @@ class Snapshots:
         self.tail_mass[row_samples, positions] = summary.tail_mass
         self.log_tempered_mass[row_samples, positions] = summary.log_tempered_mass
         if self.hidden is not None:
+            if hidden is None:
+                raise ValueError("hidden states are kept here, and none were given")
             self.hidden[row_samples, positions] = hidden.float()
 
     def take(self, samples: Tensor, other: Snapshots, rows: Tensor) -> None:
