@@ -31,6 +31,8 @@ def check_canvas(entry: ModelEntry, shape: ModelShape, decoder: DecoderEntry, ge
         )
     if decoder.fused_commit:
         raise InputError("a bidirectional model has no commit passes to join; remove fused_commit")
+    if decoder.window:
+        raise InputError("a bidirectional model sees its next block in every pass; remove window")
     if settings.get("sub_block_length"):
         raise InputError(
             "a bidirectional model has no sub-blocks; remove sub_block_length, lower block_length"
@@ -62,6 +64,8 @@ def check_canvas_kernels(grid: Grid, shape: ModelShape) -> None:
         raise InputError(
             f"kernels: {grid.kernels} has no attention over the canvas of a bidirectional model; use kernels: torch"
         )
+    if "window" in grid.record:
+        raise InputError("a bidirectional model sees its next block in every pass; remove window from record")
     folded = [method.name for method in grid.methods if method.fold is not None]
     if folded:
         raise InputError(

@@ -102,6 +102,14 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**LLADA, "block_length": 8}, {"decoder": {"name": "static", "fused_commit": True}},
         "a bidirectional model has no commit passes to join; remove fused_commit",
     ),
+    "window": (
+        {**LLADA, "block_length": 8}, {"decoder": {"name": "static", "window": "full"}},
+        "a bidirectional model sees its next block in every pass; remove window",
+    ),
+    "recorded-window": (
+        {**LLADA, "block_length": 8}, {"record": ["window"]},
+        "a bidirectional model sees its next block in every pass; remove window from record",
+    ),
     "fold": (
         {**LLADA, "block_length": 8}, {"methods": [{"name": "ssd", "fold": {"tau": 0.1}}]},
         "a bidirectional model's canvases do not fold; remove fold from method 'ssd'",

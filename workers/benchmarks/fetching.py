@@ -6,6 +6,7 @@ Every function gives the file's content as the documented layout holds it, uncom
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from urllib.error import URLError
@@ -45,6 +46,7 @@ def _from_hub(source: DataFile) -> bytes:
             "loading from the hub needs the package datasets: pip install datasets, or give --data DIR"
         ) from error
     try:
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the failure is told below
         dataset = load_dataset(repository, configuration, split=split, revision=revision)
     except Exception as error:  # every failure of the hub client has the same remedy
         cause = str(error).split("\n", 1)[0]
