@@ -23,7 +23,10 @@ MAX_WIDTH = 16384
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, x_stride, row_count, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, HAS_COUNT: tl.constexpr):  # fmt: skip  # noqa: E501
+def _rms_norm_kernel(
+    x, weight, out, x_stride, row_count, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HAS_COUNT: tl.constexpr,
+):  # fmt: skip
     """Grid (rows)."""
     row = tl.program_id(0)
     if HAS_COUNT:

@@ -9,32 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.triton_support import is_interpreted
-
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Allowed norm of the difference over the norm of the fp64 result, by dtype."""
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def triton_device(request: pytest.FixtureRequest) -> torch.device:
-    """Where kernels are launched."""
-    pytest.importorskip("triton")
-    if request.param == "interpreter":
-        if not is_interpreted():
-            pytest.skip("TRITON_INTERPRET is not set: the GPU tests run on the device")
-        return torch.device("cpu")
-    if is_interpreted() or not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset (make gpu-test)")
-    return torch.device("cuda")
-
-
-@pytest.fixture
-def cuda_device() -> torch.device:
-    """A CUDA device with kernels compiled for it; for tests marked ``gpu``."""
-    pytest.importorskip("triton")
-    if is_interpreted() or not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset (make gpu-test)")
-    return torch.device("cuda")
 
 
 @pytest.fixture(params=["fp32", "half"])

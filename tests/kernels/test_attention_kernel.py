@@ -10,10 +10,10 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.attention import TILE_KEYS, reference, write_cache  # noqa: E402
-from dlmgrid.kernels.attention.launch import attend_block, attend_prefix, block_attention  # noqa: E402
-from dlmgrid.kernels.attention.launch_plan import LaunchPlan  # noqa: E402
-from dlmgrid.kernels.attention.shapes import MODEL_SHAPES, ODD_SHAPES, AttentionShape  # noqa: E402
+from dlmgrid.kernels.attention import TILE_KEYS, reference, write_cache
+from dlmgrid.kernels.attention.launch import attend_block, attend_prefix, block_attention
+from dlmgrid.kernels.attention.launch_plan import LaunchPlan
+from dlmgrid.kernels.attention.shapes import MODEL_SHAPES, ODD_SHAPES, AttentionShape
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

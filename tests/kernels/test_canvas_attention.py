@@ -36,9 +36,10 @@ def softmax_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def random_canvas(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(
+    queries, keys, values = (
         torch.randn(length, heads, WIDTH, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )  # type: ignore[return-value]
+    )
+    return queries, keys, values
 
 
 def caches(keys: Tensor, values: Tensor, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

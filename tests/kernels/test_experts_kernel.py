@@ -10,8 +10,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.experts import run_routed as twin  # noqa: E402
-from dlmgrid.kernels.experts.kernel import grouped_linear, plan_experts, run_routed  # noqa: E402
+from dlmgrid.kernels.experts import run_routed as twin
+from dlmgrid.kernels.experts.kernel import grouped_linear, plan_experts, run_routed
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.gemm.kernel import linear  # noqa: E402
-from dlmgrid.kernels.gemm.shapes import ODD_ROWS, ODD_SHAPES, PASS_ROWS, PRODUCTS  # noqa: E402
-from dlmgrid.kernels.gemm.tiles import TILES, choose_tile  # noqa: E402
+from dlmgrid.kernels.gemm.kernel import linear
+from dlmgrid.kernels.gemm.shapes import ODD_ROWS, ODD_SHAPES, PASS_ROWS, PRODUCTS
+from dlmgrid.kernels.gemm.tiles import TILES, choose_tile
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.logits import logits_pass as twin  # noqa: E402
-from dlmgrid.kernels.logits.kernel import logits_pass  # noqa: E402
+from dlmgrid.kernels.logits import logits_pass as twin
+from dlmgrid.kernels.logits.kernel import logits_pass
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

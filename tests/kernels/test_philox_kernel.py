@@ -7,9 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.philox import gumbel_rows as twin_rows  # noqa: E402
-from dlmgrid.kernels.philox import philox  # noqa: E402
-from dlmgrid.kernels.philox.kernel import gumbel_rows, word_rows  # noqa: E402
+from dlmgrid.kernels.philox import gumbel_rows as twin_rows
+from dlmgrid.kernels.philox import philox
+from dlmgrid.kernels.philox.kernel import gumbel_rows, word_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -9,13 +9,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.embedding import embed as embed_twin  # noqa: E402
-from dlmgrid.kernels.embedding.kernel import embed  # noqa: E402
-from dlmgrid.kernels.rmsnorm import head_rms_norm  # noqa: E402
-from dlmgrid.kernels.rmsnorm import rms_norm as rms_norm_twin  # noqa: E402
-from dlmgrid.kernels.rmsnorm.kernel import rms_norm  # noqa: E402
-from dlmgrid.kernels.rotary import apply_rotary, rotary_tables  # noqa: E402
-from dlmgrid.kernels.rotary.kernel import norm_rotary  # noqa: E402
+from dlmgrid.kernels.embedding import embed as embed_twin
+from dlmgrid.kernels.embedding.kernel import embed
+from dlmgrid.kernels.rmsnorm import head_rms_norm
+from dlmgrid.kernels.rmsnorm import rms_norm as rms_norm_twin
+from dlmgrid.kernels.rmsnorm.kernel import rms_norm
+from dlmgrid.kernels.rotary import apply_rotary, rotary_tables
+from dlmgrid.kernels.rotary.kernel import norm_rotary
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

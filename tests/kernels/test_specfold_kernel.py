@@ -9,8 +9,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.specfold import reference  # noqa: E402
-from dlmgrid.kernels.specfold.kernel import fold_rows, gather_rows, pack_rows, row_sources  # noqa: E402
+from dlmgrid.kernels.specfold import reference
+from dlmgrid.kernels.specfold.kernel import fold_rows, gather_rows, pack_rows, row_sources
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -71,7 +71,7 @@ def prepare(document: dict[str, Any], options: dict[str, Any]) -> None:
     """
     try:
         import evalplus.eval
-        import evalplus.sanitize  # noqa: F401
+        import evalplus.sanitize  # noqa: F401  imported for its time, see above
     except ImportError as error:
         raise InputError(f"scoring with EvalPlus: {error.name} is missing: pip install evalplus") from error
     expected_outputs(document, Path(options["cache"]))

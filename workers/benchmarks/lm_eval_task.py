@@ -138,7 +138,7 @@ def _observed_alarms() -> Iterator[list[int]]:
         patience = Patience(seconds)
         return original_alarm(seconds)
 
-    signal.signal, signal.alarm = observed, alarm  # type: ignore[assignment]
+    signal.signal, signal.alarm = observed, alarm  # type: ignore[assignment]  # theirs are overloaded
     try:
         yield rung
     finally:

@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED
-from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting import confidence_tree, spot, ssd
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, predict
+from dlmgrid.workers.drafting.drafter import Drafter, predict
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint
 from dlmgrid.workers.drafting.ssd import chain_order
 from dlmgrid.workers.trajectories.diagnostic_drafters import oracle_position, oracle_token
-from dlmgrid.workers.trajectories.replay import Future, ReplayBatch
+from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
 
 RUN_LENGTH = 8
 MAX_DEPTH = 8
@@ -180,11 +179,8 @@ def _add_oracles(found: Diagnosis, batch: ReplayBatch) -> None:
 def _add_drafters(found: Diagnosis, batch: ReplayBatch) -> None:
     for method, drafter in _drafters().items():
         for budget in DRAFT_BUDGETS:
-
-            def draft(inputs: DraftInputs, tree: DraftTree, _: Future, drafter: Drafter = drafter) -> None:
-                drafter.draft(inputs, tree)
-
-            replayed = batch.replay(replace(batch.cell, method=method, budget=budget), draft)
+            cell = replace(batch.cell, method=method, budget=budget)
+            replayed = batch.replay(cell, without_future(drafter))
             rounds = [count for result in replayed for count in result.accepted]
             depths = [depth for result in replayed for depth in result.depths]
             widths = [width for result in replayed for width in result.widths]

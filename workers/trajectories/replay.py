@@ -25,7 +25,7 @@ from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.window import WindowTrees, crosses, draft_round, refreshes, wants_following
-from dlmgrid.workers.drafting.drafter import DraftInputs
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 NEVER = torch.iinfo(torch.int64).max
@@ -49,6 +49,15 @@ class Future:
 
 
 DraftWithFuture = Callable[[DraftInputs, DraftTree, Future], None]
+
+
+def without_future(drafter: Drafter) -> DraftWithFuture:
+    """What a replay calls for a drafter that never looks ahead, as none does but the diagnostic ones."""
+
+    def draft(inputs: DraftInputs, tree: DraftTree, _: Future) -> None:
+        drafter.draft(inputs, tree)
+
+    return draft
 
 
 @dataclass(kw_only=True, slots=True)

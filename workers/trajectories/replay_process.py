@@ -19,7 +19,7 @@ from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
 from dlmgrid.workers.trajectories.files import files_by_cell
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
-from dlmgrid.workers.trajectories.replay import DraftWithFuture, ReplayBatch, Replayed
+from dlmgrid.workers.trajectories.replay import DraftWithFuture, ReplayBatch, Replayed, without_future
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
 from dlmgrid.workers.unit_runner import UnitRunner, build_drafter
 from dlmgrid.workers.units import Key, WorkUnit
@@ -37,8 +37,7 @@ def drafting_of(cell: Cell, drafter_path: str = "") -> DraftWithFuture:
     """What fills the trees of a cell: its drafter, which never looks ahead, or a diagnostic one, which does."""
     if cell.method in DIAGNOSTIC_DRAFTERS:
         return DIAGNOSTIC_DRAFTERS[cell.method]
-    drafter = build_drafter(cell, drafter_path)
-    return lambda inputs, tree, future: drafter.draft(inputs, tree)
+    return without_future(build_drafter(cell, drafter_path))
 
 
 def batches(files: Sequence[Path], keys: set[Key], records: Sequence[str]) -> Iterator[ReplayBatch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,18 @@ ANSWERS = {
 }
 
 
+def names_of(program: str) -> dict[str, Any]:
+    """What a program defines. The programs here are written above, not by a model."""
+    names: dict[str, Any] = {}
+    exec(compile(program, "answer", "exec"), names)  # noqa: S102  running it is the point of the test
+    return names
+
+
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS.keys())
 def test_right_answer_in_any_wrapping(text: str) -> None:
     program = extract_program(text, PROMPT, "total").program
-    names: dict[str, object] = {}
-    exec(compile(program, "answer", "exec"), names)  # noqa: S102
-    assert names["total"]([2, 4], 1) == 4  # type: ignore[operator]
+    names = names_of(program)
+    assert names["total"]([2, 4], 1) == 4
 
 
 @pytest.mark.parametrize(
@@ -86,10 +93,9 @@ def test_right_answer_in_any_wrapping(text: str) -> None:
 )
 def test_no_answer_gives_no_working_function(text: str) -> None:
     program = extract_program(text, PROMPT, "total").program
-    names: dict[str, object] = {}
     try:
-        exec(compile(program, "answer", "exec"), names)  # noqa: S102
-        assert names["total"]([2, 4], 1) != 4  # type: ignore[operator]
+        names = names_of(program)
+        assert names["total"]([2, 4], 1) != 4
     except (SyntaxError, ValueError, KeyError, NameError):
         return
 
@@ -102,9 +108,8 @@ def test_tells_how_the_program_was_found() -> None:
 
 def test_wrong_code_stays_wrong() -> None:
     program = extract_program(FUNCTION.replace("+=", "-="), PROMPT, "total").program
-    names: dict[str, object] = {}
-    exec(compile(program, "answer", "exec"), names)  # noqa: S102
-    assert names["total"]([2, 4], 1) == -2  # type: ignore[operator]
+    names = names_of(program)
+    assert names["total"]([2, 4], 1) == -2
 
 
 DROPPED_BY_SANITIZE = {
@@ -127,9 +132,8 @@ def test_definitions_that_sanitize_drops_are_kept_where_they_are_used(case: str)
         "def total(values, start=0):\n    return start + sum(halves(values))\n\nprint(total([1]))\n```\nDone."
     )
     program = extract_program(answer, PROMPT, "total").program
-    names: dict[str, object] = {}
-    exec(program, names)  # noqa: S102
-    assert names["total"]([2, 4], 1) == 4.0  # type: ignore[operator]
+    names = names_of(program)
+    assert names["total"]([2, 4], 1) == 4.0
     assert "unused" not in program
     assert "print" not in program
 
@@ -138,9 +142,8 @@ def test_decorated_function_that_is_asked_for_is_found() -> None:
     answer = (
         "from functools import cache\n@cache\ndef total(n):\n    return n and n + total(n - 1)\n```\nDone."
     )
-    names: dict[str, object] = {}
-    exec(extract_program(answer, PROMPT, "total").program, names)  # noqa: S102
-    assert names["total"](4) == 10  # type: ignore[operator]
+    names = names_of(extract_program(answer, PROMPT, "total").program)
+    assert names["total"](4) == 10
 
 
 def test_invalid_escapes_change_nothing_where_warnings_are_errors() -> None:

@@ -167,6 +167,6 @@ def test_end_tokens_can_be_forbidden_or_held_back() -> None:
         ({"alg_temp": -1.0}, "alg_temp is -1"), ({"top_p": 0.0}, "top_p is 0"), ({"top_k": 0}, "top_k is 0"),
     ],
 )  # fmt: skip
-def test_settings_out_of_range_are_refused(setting: dict[str, object], message: str) -> None:
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampling(**setting)  # type: ignore[arg-type]
+        Sampling(**setting)

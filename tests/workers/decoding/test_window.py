@@ -20,7 +20,7 @@ from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.testing.tiny_runs import record_tiny_runs, tiny_cell, tiny_decode
-from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
 from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
 CASES = (("cross_block", False), ("refresh", False), ("full", True))
@@ -65,7 +65,7 @@ def test_windows_save_forwards_keep_the_path_and_replay_to_the_live_counts(
                 assert paths(live) == paths(serialized), (name, window)
                 if fused and not decoder and not stops:
                     assert forwards(live) < plain
-                counts = batch.replay(_cell(settings | changes), lambda i, t, _: drafter.draft(i, t))  # noqa: B023
+                counts = batch.replay(_cell(settings | changes), without_future(drafter))
                 for ours, theirs in zip(live, counts, strict=True):
                     assert ours.accepted == theirs.accepted, (name, window)
                     for count in (

@@ -24,7 +24,7 @@ from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.engine.canvas import CanvasEngine, load_canvas_engine
 from dlmgrid.workers.testing.tiny_canvas import CANVAS_FAMILIES, write_tiny_canvas
 from dlmgrid.workers.trajectories.recording import TrajectoryRecorder
-from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
 from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
 GEN, LENGTH, BUDGET = 16, 8, 5
@@ -194,7 +194,7 @@ def test_recorded_runs_replay_to_the_same_counts(engines: dict[str, CanvasEngine
         with torch.inference_mode():
             replayed = batch.replay(
                 replace(cell, method="confidence_tree", budget=BUDGET),
-                lambda inputs, tree, _: drafter.draft(inputs, tree),  # noqa: B023
+                without_future(drafter),
             )
         for live, counts in zip(drafted, replayed, strict=True):
             assert live.accepted == counts.accepted

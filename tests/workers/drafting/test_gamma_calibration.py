@@ -12,7 +12,7 @@ import torch
 from dlmgrid.workers.drafting.gamma_calibration import GammaPoint, choose_gamma, sweep_gamma
 from dlmgrid.workers.drafting.order_model import OrderModel
 from dlmgrid.workers.drafting.spot import SpotDrafter
-from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 
@@ -30,7 +30,7 @@ def test_the_sweep_counts_the_rounds_of_a_replay(
         batch = ReplayBatch(runs)
         cell = replace(batch.cell, method="ssd", budget=6)  # any method: the drafter is given
         with torch.inference_mode():
-            replayed = batch.replay(cell, lambda inputs, tree, _: drafter.draft(inputs, tree))  # noqa: B023
+            replayed = batch.replay(cell, without_future(drafter))
         assert point.forwards == sum(result.nfe_denoise for result in replayed) / 4
         assert point.drafted_nodes == sum(result.drafted_nodes for result in replayed) / 4
 

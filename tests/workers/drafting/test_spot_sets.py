@@ -27,7 +27,7 @@ from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.testing.tiny_runs import tiny_cell, tiny_decode
 from dlmgrid.workers.testing.tiny_target import TinyTarget
-from dlmgrid.workers.trajectories.replay import ReplayBatch
+from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
 
 THRESHOLD: dict[str, Any] = {"decoder": "threshold", "threshold": 0.5}
@@ -130,7 +130,7 @@ def test_rows_are_exact_and_replay_to_the_live_counts(tiny_runs: TinyRuns, tempe
         cell = replace(tiny_cell(**settings), method="spot_sets", budget=6, window=window)
         live = tiny_decode(cell, drafter, num_items=NUM_ITEMS)
         assert [path(g) for g in live] == [path(g) for g in serialized]
-        replayed = batch.replay(cell, lambda inputs, tree, _: drafter.draft(inputs, tree))  # noqa: B023
+        replayed = batch.replay(cell, without_future(drafter))
         for ours, counts in zip(live, replayed, strict=True):
             assert (ours.accepted, ours.drafted_nodes) == (counts.accepted, counts.drafted_nodes)
             assert (ours.rows_computed, ours.nfe_commit) == (counts.rows_computed, counts.nfe_commit)

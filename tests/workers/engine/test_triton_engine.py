@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlmgrid.kernels.triton_support import is_interpreted
 from dlmgrid.workers.decoding.commit_rules import static
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
@@ -29,16 +28,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip("triton")
-    if request.param == "interpreter":
-        if not is_interpreted():
-            pytest.skip("TRITON_INTERPRET is not set: the GPU tests run on the device")
-        return "cpu"
-    if is_interpreted() or not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset (make gpu-test)")
-    return "cuda"
+@pytest.fixture
+def device(triton_device: torch.device) -> str:
+    return triton_device.type
 
 
 def decode(engine: Engine, budget: int, temperature: float, max_in_flight: int) -> list[Generation]:
@@ -56,12 +48,11 @@ def decode(engine: Engine, budget: int, temperature: float, max_in_flight: int) 
     return decoder.decode(PROMPTS, max_in_flight)
 
 
+# The interpreter takes a minute a run; T = 1 goes through the same kernels and the noise.
 @pytest.mark.parametrize(
     "temperature", [pytest.param(0.0, marks=pytest.mark.gpu), 1.0], ids=lambda t: f"T{t:g}"
 )
 def test_a_drafted_run_is_its_serialized_run(checkpoint: Path, device: str, temperature: float) -> None:
-    if temperature == 0 and device == "cpu":
-        pytest.skip("the interpreter takes a minute a run; T = 1 goes through the same kernels and the noise")
     engine = load_engine(
         checkpoint, num_slots=2, max_length=32, device=device, kernels="triton", self_test=False
     )
@@ -87,12 +78,10 @@ def test_agrees_with_the_twins(checkpoint: Path, device: str) -> None:
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.gpu
-def test_the_self_test_passes(checkpoint: Path, device: str) -> None:
-    if device == "cpu":
-        pytest.skip("packs of 33 blocks take the interpreter minutes")
+@pytest.mark.gpu  # packs of 33 blocks take the interpreter minutes
+def test_the_self_test_passes(checkpoint: Path, cuda_device: torch.device) -> None:
     engine = load_engine(
-        checkpoint, num_slots=1, max_length=16, device=device, kernels="triton", self_test=False
+        checkpoint, num_slots=1, max_length=16, device=cuda_device.type, kernels="triton", self_test=False
     )
     engine.weights = engine.weights.__class__(
         **{name: getattr(engine.weights, name) for name in ("embedding", "final_norm", "head")},

@@ -13,7 +13,7 @@ from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.ssd import grow_chain
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
-from dlmgrid.workers.trajectories.replay import DraftWithFuture, Future, ReplayBatch, Replayed
+from dlmgrid.workers.trajectories.replay import DraftWithFuture, Future, ReplayBatch, Replayed, without_future
 from dlmgrid.workers.trajectories.trajectory import load_trajectories
 from dlmgrid.workers.unit_runner import build_drafter
 
@@ -34,8 +34,7 @@ COUNTS = (
 
 
 def drafting(cell: Cell) -> DraftWithFuture:
-    drafter = build_drafter(cell)
-    return lambda inputs, tree, future: drafter.draft(inputs, tree)
+    return without_future(build_drafter(cell))
 
 
 def compare(recording: Any, cases: list[tuple[str, int]], **changes: Any) -> None:
