@@ -40,7 +40,8 @@ def command(
 ) -> None:
     """Train the drafter of SPOT-Sets on recorded draft-free runs of a threshold decoder; one prompt in ten is held out.
 
-    Runs of test items are refused. The checkpoint drafts for the recorded target only; --refit moves one to another.
+    Runs of test items are refused. A training that was stopped goes on when the same command is given again. The
+    checkpoint drafts for the recorded target only; --refit moves one to another.
     """
     if out.suffix != ".safetensors" or not out.parent.is_dir():
         raise InputError(f"--out {out}: give a .safetensors file in a folder that exists")
@@ -68,11 +69,20 @@ def command(
     training, held_out = (make_set_examples(part) for part in split_runs(runs))
     typer.echo(f"{training.num_examples} training and {held_out.num_examples} held-out examples")
     model = _first_model(runs, refit, width, layers, seed)
+    state = out.with_suffix(".state")
     trained = train_sets(
-        model, training, held_out, settings, refit=refit is not None, device=device, say=typer.echo
+        model,
+        training,
+        held_out,
+        settings,
+        refit=refit is not None,
+        state=state,
+        device=device,
+        say=typer.echo,
     )
     card = set_card(trained, settings, describe_calibration(runs), refit_of)
     fingerprint = save_set_model(out, trained.model, target=target, card=card)
+    state.unlink(missing_ok=True)
     found = trained.evaluation
     typer.echo(f"held-out: whole sets proposed {found.exact_sets:.3f}; committed tokens predicted, by depth:")
     for depth, share in found.token_hits.items():
@@ -127,6 +137,7 @@ def _first_model(
             model = SetModel(replace(shape, width=base.shape.width, num_layers=base.shape.num_layers))
             own = {f"{name}.weight" for name in ("candidate", "from_hidden")} | {"from_hidden.bias", "table"}
             body = {name: value for name, value in base.state_dict().items() if name not in own}
-            model.load_state_dict(body, strict=False)
+            missing, unknown = model.load_state_dict(body, strict=False)
+            assert set(missing) == own and not unknown, (missing, unknown)
     model.table.copy_(embedding_table(embedding.float()))
     return model

@@ -3,8 +3,8 @@
 For a stale snapshot of step t and a depth d ≥ 1, the virtual state holds the first d steps after the snapshot with
 inputs frozen; the label is the set of positions that step t + d commits, and the tokens that the run ends with. The
 loss of an example, in nats, is the cross-entropy of inclusion over the masked positions plus that of the token over
-those whose final token is a candidate: in full where the next step commits it, a fifth elsewhere. Examples weigh
-exp(-d / ``depth_scale``). The best model on held-out prompts (the split of the order model) is kept.
+those whose final token is a candidate: in full where the next step commits it, a fifth elsewhere. The loop is that of
+:mod:`~dlmgrid.workers.drafting.training_loop`; prompts are held out as for the order model.
 
 ``refit`` trains the input layer alone: that is how a drafter moves to another target.
 
@@ -13,10 +13,9 @@ Legend: E examples, P snapshots, L block length, H hidden size.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,14 @@ from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.order_model import path_features, stale_features
 from dlmgrid.workers.drafting.set_model import NUM_RESCORED, SetModel
 from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
+from dlmgrid.workers.drafting.training_loop import (
+    Progress,
+    TrainSettings,
+    fingerprint,
+    means_by,
+    probe,
+    weighted_mean,
+)
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
@@ -35,22 +42,12 @@ TOKEN_WEIGHT_ELSEWHERE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SetTrainSettings:
-    """What fixes the weights, given the examples, the first weights and a kind of device."""
+class SetTrainSettings(TrainSettings):
+    """The settings of a training, with the defaults of a set model."""
 
-    steps: int = 2000
     batch_size: int = 128
     learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
     depth_scale: float = 4.0
-    evaluate_every: int = 100
-    patience: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size, self.evaluate_every, self.patience) < 1:
-            raise ValueError("steps, batch_size, evaluate_every and patience must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,40 +150,40 @@ def train_sets(
     settings: SetTrainSettings,
     *,
     refit: bool = False,
+    state: Path | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> TrainedSets:
-    """Train ``model`` in place, with ``refit`` its input layer alone; the best weights are left in it."""
-    model.to(device).train()
-    parameters = list(model.input_layer() if refit else model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    probed = torch.arange(0, held_out.num_examples, max(1, held_out.num_examples // 2048))
-    best_loss, best_step, step = math.inf, 0, 0
-    best = {name: value.clone() for name, value in model.state_dict().items()}
-    behind = 0
-    while step < settings.steps and behind < settings.patience:
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * (1 + math.cos(math.pi * step / settings.steps)) / 2
-        key = hashlib.sha256(f"{settings.seed}/{step}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-        which = torch.randint(training.num_examples, (settings.batch_size,), generator=generator)
-        optimizer.zero_grad()
-        loss, _, _ = _losses(model, training, which, device)
-        weights = (-training.depths[which] / settings.depth_scale).exp().to(device)
-        ((loss * weights).sum() / weights.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
-        optimizer.step()
-        step += 1
-        if step % settings.evaluate_every == 0 or step == settings.steps:
-            found = evaluate_sets(model, held_out, settings, which=probed, device=device)
-            behind += 1
-            if found.loss < best_loss:
-                best_loss, best_step, behind = found.loss, step, 0
-                best = {name: value.clone() for name, value in model.state_dict().items()}
-            say(f"step {step}: held-out loss {found.loss:.4f}, exact sets {found.exact_sets:.3f}")
-    model.load_state_dict(best)
+    """Train ``model`` in place, with ``refit`` its input layer alone; the best weights are left in it.
+
+    Args:
+        state: a file that holds the training's state after every evaluation; an existing one is resumed.
+
+    Raises:
+        InputError: ``state`` is of another training.
+    """
+    examples = (training.states, training.labels, training.features, training.hidden)
+    data = fingerprint((*examples, *model.state_dict().values()))
+    model.to(device)
+    progress = Progress(model, settings, model.input_layer() if refit else None)
+    probed = probe(held_out.num_examples)
+
+    def evaluate() -> tuple[float, str]:
+        found = evaluate_sets(model, held_out, settings, which=probed, device=device)
+        return found.loss, f"exact sets {found.exact_sets:.3f}"
+
+    progress.run(
+        lambda which: _losses(model, training, which, device)[0],
+        training.depths,
+        evaluate,
+        state=state,
+        data=data,
+        say=say,
+    )
     evaluation = evaluate_sets(model, held_out, settings, device=device)
-    return TrainedSets(model=model, evaluation=evaluation, best_step=best_step, steps_taken=step)
+    return TrainedSets(
+        model=model, evaluation=evaluation, best_step=progress.best_step, steps_taken=progress.step
+    )
 
 
 def _losses(
@@ -233,6 +230,7 @@ def evaluate_sets(
     device: str = "cpu",
 ) -> SetEvaluation:
     """Loss, proposed sets and tokens over the examples ``which`` (int64 [B]; all for None)."""
+    model.eval()
     which = torch.arange(examples.num_examples) if which is None else which
     losses, exact, hits, stale, at = [], [], [], [], []
     for some in which.split(4 * settings.batch_size):
@@ -245,18 +243,13 @@ def evaluate_sets(
         hits.append(found[labels])
         stale.append((examples.token_ids[row][..., 0] == final)[labels])
         at.append(examples.depths[some][:, None].expand(labels.shape)[labels])
-    weights = (-examples.depths[which].double() / settings.depth_scale).exp()
     depth = torch.cat(at)
     return SetEvaluation(
-        loss=float((torch.cat(losses) * weights).sum() / weights.sum()),
+        loss=weighted_mean(torch.cat(losses), examples.depths[which], settings.depth_scale),
         exact_sets=float(torch.cat(exact).double().mean()),
-        token_hits=_by_depth(torch.cat(hits), depth),
-        stale_hits=_by_depth(torch.cat(stale), depth),
+        token_hits=means_by(torch.cat(hits), depth),
+        stale_hits=means_by(torch.cat(stale), depth),
     )
-
-
-def _by_depth(hits: Tensor, depths: Tensor) -> dict[int, float]:
-    return {int(depth): float(hits[depths == depth].double().mean()) for depth in depths.unique()}
 
 
 def set_card(

@@ -207,6 +207,35 @@ def test_training_learns_a_refit_keeps_the_body_and_files_are_checked(
         read_set_checkpoint(tmp_path / "none.safetensors")
 
 
+@pytest.mark.parametrize("refit", [False, True], ids=["whole", "refit"])
+def test_a_stopped_training_goes_on_as_if_it_had_not_been(
+    tiny_runs: TinyRuns, tmp_path: Path, refit: bool
+) -> None:
+    runs = tiny_runs(4, records=("hidden",), **THRESHOLD)
+    training, held_out = make_set_examples(runs[1:]), make_set_examples(runs[:1])
+    settings = SetTrainSettings(steps=9, batch_size=8, evaluate_every=3)
+    state = tmp_path / "sets.state"
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(message: str) -> None:
+        if message.startswith("step 6"):
+            raise StoppedError
+
+    whole = train_sets(make_model(), training, held_out, settings, refit=refit, say=lambda _: None)
+    with pytest.raises(StoppedError):  # before step 6 is written, so it goes on from step 3
+        train_sets(make_model(), training, held_out, settings, refit=refit, state=state, say=stop)
+    said: list[str] = []
+    rest = train_sets(make_model(), training, held_out, settings, refit=refit, state=state, say=said.append)
+    assert said[0] == "resumed at step 3 of 9"
+    assert rest.best_step == whole.best_step
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(rest.model.state_dict()[name], value), name
+    with pytest.raises(InputError, match="of another training"):
+        train_sets(make_model(), training, held_out, replace(settings, seed=1), refit=refit, state=state)
+
+
 def test_the_default_network_has_the_published_size() -> None:
     model = SetModel(SetShape(hidden_size=4096, vocab_size=8))
     body = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in model.input_layer())
