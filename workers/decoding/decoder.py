@@ -115,13 +115,12 @@ class Decoder:
         self.drafts = settings.budget > 0
         device, length = target.device, settings.block_length
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
-        self._snapshots: Snapshots | None = None
+        hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None
+        self._known = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
+        self._snapshots = self._known if self.drafts else None  # None: nothing is learnt from a pass
         self._next_snapshots: Snapshots | None = None
-        if self.drafts:
-            hidden_size = target.hidden_size if reads_hidden(drafter) else None
-            self._snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
-            if self._looks_ahead:
-                self._next_snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
+        if self.drafts and self._looks_ahead:
+            self._next_snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
         self._clock: Callable[[], float] = _device_clock(device) if settings.profiled else time.perf_counter
 
     @torch.inference_mode()
@@ -213,13 +212,12 @@ class Decoder:
         settings, device = self.settings, self.target.device
         slots = torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device)
         everyone = torch.arange(len(samples), device=device)
-        no_snapshots = Snapshots(len(samples), settings.block_length, device)
         inputs = DraftInputs(
             roots=torch.tensor([s.block for s in samples], dtype=torch.int32, device=device),
             commit_counts=torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
             block_starts=torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
             keys=torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
-            snapshots=no_snapshots if self._snapshots is None else self._snapshots.select(slots),
+            snapshots=self._known.select(slots),
             rule=settings.rule,
             temperature=settings.temperature,
             noise=settings.noise,

@@ -42,6 +42,18 @@ class Listed:
     parents: Tensor  # int64 [S, D], index in the list; -1: the root
     hashes: Tensor  # int64 [S, D]
 
+    @classmethod
+    def empty(cls, num_samples: int, budget: int, length: int, device: torch.device) -> Listed:
+        """Room for ``budget`` states of ``length`` positions a sample, all absent."""
+        size = (num_samples, budget)
+        return cls(
+            tokens=torch.full((*size, length), MASKED, dtype=torch.int32, device=device),
+            log_mass=torch.full(size, -torch.inf, dtype=torch.float64, device=device),
+            depths=torch.zeros(size, dtype=torch.int64, device=device),
+            parents=torch.full(size, -1, dtype=torch.int64, device=device),
+            hashes=torch.zeros(size, dtype=torch.int64, device=device),
+        )
+
 
 Predictor = Callable[[DraftInputs, Tensor], Prediction]
 """Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold; ``predict`` unless said."""
@@ -64,13 +76,7 @@ def grow(
     budget, device = tree.budget, inputs.roots.device
     if budget == 0:
         return
-    listed = Listed(
-        tokens=torch.full((num_samples, budget, block_length), MASKED, dtype=torch.int32, device=device),
-        log_mass=torch.full((num_samples, budget), -torch.inf, dtype=torch.float64, device=device),
-        depths=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
-        parents=torch.full((num_samples, budget), -1, dtype=torch.int64, device=device),
-        hashes=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
-    )
+    listed = Listed.empty(num_samples, budget, block_length, device)
     root_masked = (inputs.roots == MASKED).sum(dim=-1)
     frontier = Listed(
         tokens=inputs.roots[:, None],

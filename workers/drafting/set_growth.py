@@ -52,13 +52,7 @@ def grow_sets(
     budget, device = tree.budget, inputs.roots.device
     if budget == 0:
         return
-    listed = Listed(
-        tokens=torch.full((num_samples, budget, length), MASKED, dtype=torch.int32, device=device),
-        log_mass=torch.full((num_samples, budget), -torch.inf, dtype=torch.float64, device=device),
-        depths=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
-        parents=torch.full((num_samples, budget), -1, dtype=torch.int64, device=device),
-        hashes=torch.zeros(num_samples, budget, dtype=torch.int64, device=device),
-    )
+    listed = Listed.empty(num_samples, budget, length, device)
     states = inputs.roots[:, None]
     log_mass = torch.where(inputs.snapshots.is_valid, 0.0, -torch.inf)[:, None].double()
     own_index = torch.full((num_samples, 1), -1, dtype=torch.int64, device=device)
