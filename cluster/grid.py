@@ -232,6 +232,10 @@ class DecoderEntry(_Entry):
         return self
 
 
+Bound = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+"""A limit on a wait, in seconds: under a second no actor answers, and a wait without end tells nobody."""
+
+
 class Resources(_Entry):
     """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work.
 
@@ -243,8 +247,8 @@ class Resources(_Entry):
     cpus_per_actor: Annotated[int, Field(ge=1, le=MAX_CPUS_PER_ACTOR)] = 1
     gpus_per_actor: Annotated[float, Field(ge=0, le=MAX_GPUS_PER_ACTOR)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    wait_seconds: Annotated[float, Field(gt=0)] = 600
-    unit_seconds: Annotated[float, Field(gt=0)] = 7200
+    wait_seconds: Bound = 600
+    unit_seconds: Bound = 7200
     items_per_unit: Count | None = None
 
     @model_validator(mode="after")

@@ -56,6 +56,9 @@ def _draft_free(grid: Grid) -> list[str]:
                 lines.append(f"methods: none drafts nothing; its budgets {method.budgets} are not used")
         elif 0 in (method.budgets or grid.budgets or []):
             lines.append(f"methods: {method.name} with budget 0 is the draft-free cell, which is run once")
+    windows = sorted({decoder.window for decoder in grid.decoder if decoder.window})
+    if windows and all(method.name == "none" for method in grid.methods):
+        lines.append(f"decoder: window {_listed(windows)} without effect: no method of the grid drafts")
     return lines
 
 

@@ -227,6 +227,11 @@ def test_what_is_folded_or_has_no_effect_is_said(
         "methods: none drafts nothing; its budgets [3] are not used",
         "methods: ssd with budget 0 is the draft-free cell, which is run once",
     ]
+    window = {"name": "static", "window": "full"}
+    assert remarks(methods=["none"], decoder=window) == [
+        "decoder: window full is without effect: no method of the grid drafts"
+    ]
+    assert remarks(decoder=window) == []
     assert remarks(limit=13) == ["benchmark letters has 12 items; limit 13 takes them all"]
     (actors, cpus) = remarks(resources={"num_actors": 1000, "cpus_per_actor": 1024})
     assert actors.startswith("resources: num_actors 1000 is more than the 24 samples")
