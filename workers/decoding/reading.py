@@ -94,9 +94,9 @@ class Level(NamedTuple):
     """One state of each of A samples, and what its R rows say, all on the control device.
 
     ``states`` int32 and ``masked`` bool [A, L]; ``commit_counts`` int64 [A]; ``row_of`` int64 [R] into the A samples
-    and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the token
-    is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or of all)
-    give the summary and what the head read; ``likeliest`` what would be drawn without noise.
+    and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the
+    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or
+    of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
     """
 
     states: Tensor
