@@ -159,6 +159,17 @@ class RowReader:
             passed = rows_of_pass(self._ahead, self._ahead_index[samples, node][masked])
         return self._from_pass(samples, place, rows, passed)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the rows of every node have been read."""
+        return self._ahead is not None
+
+    def read_all(self) -> tuple[Tensor, Tensor, Level]:
+        """Every node that has masks left as one level: samples int64 [A] and nodes int64 [A], and the level."""
+        masked = (self._tree.tokens == MASKED).any(dim=-1) & self._tree.is_node()
+        samples, nodes = masked.nonzero(as_tuple=True)
+        return samples, nodes, self.read(samples, nodes, torch.zeros_like(nodes))
+
     def _read_ahead(self, predictor: Predictor) -> None:
         tree = self._tree
         masked = (tree.tokens == MASKED) & tree.is_node()[..., None]
