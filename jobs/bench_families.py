@@ -15,6 +15,7 @@ kernels have attention over a canvas. Needs torch, no network.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import shutil
@@ -112,6 +113,7 @@ def bench_model(name: str, config: ModelConfig, arguments: argparse.Namespace) -
         row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     finally:
         shutil.rmtree(folder)
+        gc.collect()
         if is_cuda:
             torch.cuda.empty_cache()
     return row

@@ -7,6 +7,7 @@ rows of their reference. Nothing here imports Ray: an actor wraps this class, an
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -234,6 +235,7 @@ class UnitRunner:
         engine = self._engine
         if engine is None or self._engine_key != key:
             self._engine = None
+            gc.collect()  # an engine's graphs refer back to it: its memory is to be free before the next one's is taken
             if (
                 cell.weight_fingerprint
                 and weight_fingerprint(Path(unit.checkpoint)) != cell.weight_fingerprint

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.logits import Choice, LogitsPass, Summary, row_digests, summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
@@ -258,15 +259,18 @@ class RowReader:
         def draw_with(
             token_noise: Tensor | None, chooses: Callable[[Tensor], Choice] | None
         ) -> tuple[Drawn, Tensor]:
-            drawn = draw(
-                logits,
-                sampling,
-                transition.temperature,
-                token_noise,
-                position_noise,
-                transition.end_token_ids,
-                choose_from=chooses,
-            )
+            if device.type == "cuda" and chooses is None:
+                drawn = _draw_in_panels(logits, transition, token_noise, position_noise)
+            else:
+                drawn = draw(
+                    logits,
+                    sampling,
+                    transition.temperature,
+                    token_noise,
+                    position_noise,
+                    transition.end_token_ids,
+                    choose_from=chooses,
+                )
             chosen = logits.gather(1, drawn.choice.tokens[:, None]).squeeze(1)
             is_argmax = chosen == logits.amax(dim=1)
             choice = Choice(*(part.to(control) for part in drawn.choice))
@@ -292,6 +296,42 @@ class RowReader:
             drawn, is_argmax, digests.to(control), some, hidden,
             lambda: draw_with(torch.zeros_like(logits), None),
         )  # fmt: skip
+
+
+def _draw_in_panels(
+    logits: Tensor, transition: TransitionRule, token_noise: Tensor | None, position_noise: PositionNoise
+) -> Drawn:
+    """``draw`` for torch on a GPU, where how a row is summed depends on how many there are: panels of PANEL_ROWS rows,
+    the last one filled up with its last row."""
+    count = logits.shape[0]
+    drawn = []
+    for first in range(0, count, PANEL_ROWS):
+        rows = torch.arange(first, first + PANEL_ROWS, device=logits.device).clamp_max(count - 1)
+        noise = PositionNoise(
+            lambda rows=rows: position_noise.uniform()[rows],  # type: ignore[misc]
+            lambda rows=rows: position_noise.gumbel()[rows],  # type: ignore[misc]
+        )
+        part = draw(
+            logits[rows],
+            transition.rule.sampling,
+            transition.temperature,
+            None if token_noise is None else token_noise[rows],
+            noise,
+            transition.end_token_ids,
+        )
+        held = min(PANEL_ROWS, count - first)
+        drawn.append(Drawn(Choice(*(values[:held] for values in part.choice)), part.confidence[:held]))
+    if not drawn:
+        return draw(
+            logits,
+            transition.rule.sampling,
+            transition.temperature,
+            token_noise,
+            position_noise,
+            transition.end_token_ids,
+        )
+    choices = zip(*(part.choice for part in drawn), strict=True)
+    return Drawn(Choice(*map(torch.cat, choices)), torch.cat([part.confidence for part in drawn]))
 
 
 def rows_of_pass(passed: LogitsPass, rows: Tensor) -> LogitsPass:

@@ -86,8 +86,12 @@ def grow(
         hashes=state_hashes(inputs.roots)[:, None],
     )
     own_index = frontier.parents  # where each frontier state stands in the list
+    if predictor is predict and inputs.temperature == 0 and inputs.rule.confidence != "random":
+        known = predict(inputs, inputs.commit_counts[:, None])  # the same whatever was committed
+        predictor = lambda *_: known  # noqa: E731
+    choices = _Choices()
     for depth in range(1, block_length + 1):
-        children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor)
+        children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor, choices)
         children.log_mass = merge_equal(children.hashes, children.log_mass, children.parent_log_mass)
         listed, is_new = _cut(listed, children, depth)
         if not bool((is_new & (listed.log_mass >= min_log_mass)).any()):
@@ -119,6 +123,27 @@ class _Children:
     tokens: Tensor  # int32 [S, C]
 
 
+class _Choices:
+    """What the first and second tokens of a prediction are worth, worked out once for levels that share one."""
+
+    def __init__(self) -> None:
+        self._of: Prediction | None = None
+
+    def read(self, prediction: Prediction) -> _Choices:
+        """With ``tokens`` int32, their ``hashes`` int64 and ``log_probability`` fp64 [S, W, L, 2] each, and ``hedge``
+        bool [S, W, L], of ``prediction``."""
+        if self._of is prediction:
+            return self
+        positions = torch.arange(prediction.first.shape[-1], device=prediction.first.device)
+        probability = torch.stack((prediction.first_probability, prediction.second_probability), dim=-1)
+        self._of = prediction
+        self.tokens = torch.stack((prediction.first, prediction.second), dim=-1)
+        self.hashes = commit_hashes(positions[:, None], self.tokens)
+        self.log_probability = probability.double().log()
+        self.hedge = prediction.first_probability.double() < HEDGE_BELOW
+        return self
+
+
 def _expand(
     inputs: DraftInputs,
     frontier: Listed,
@@ -126,6 +151,7 @@ def _expand(
     root_masked: Tensor,
     order_model: OrderModel,
     predictor: Predictor,
+    choices: _Choices,
 ) -> _Children:
     num_samples, width, length = frontier.tokens.shape
     present = frontier.log_mass > -torch.inf
@@ -135,32 +161,36 @@ def _expand(
     # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
     prediction = predictor(inputs, torch.where(present, counts, counts[:, :1]))
     shape = (num_samples, width, length)
-    confidence = prediction.unrounded_confidence.expand(shape)
-    first_probability = prediction.first_probability.expand(shape).double()
-    second_probability = prediction.second_probability.expand(shape).double()
-
-    step = inputs.rule.select(masked, confidence)
-    core = _without_weakest(step, confidence)
-    core_log_probability = torch.where(core, first_probability.log(), 0.0).sum(dim=-1)
-    core_tokens = torch.where(core, prediction.first.expand(shape), frontier.tokens)
+    choices = choices.read(prediction)
+    first_log_probability, second_log_probability = choices.log_probability.unbind(-1)
     positions = torch.arange(length, device=masked.device)
-    core_hashes = torch.where(core, commit_hashes(positions, core_tokens), 0).sum(dim=-1)
 
-    is_inside = num_masked > (0 if inputs.allows_complete else step.sum(dim=-1))
-    eligible = inputs.rule.eligible(masked & ~core) & is_inside[..., None]
+    rule, parent_mass, parent_hashes, core_tokens = (
+        inputs.rule, frontier.log_mass, frontier.hashes, frontier.tokens,
+    )  # fmt: skip
+    if rule.max_commits == 1 and not rule.may_open_nothing:  # a step is the branch itself
+        step_size: int | Tensor = 1
+        eligible = rule.eligible(masked)
+    else:
+        confidence = prediction.unrounded_confidence.expand(shape)
+        step = rule.select(masked, confidence)
+        step_size = step.sum(dim=-1)
+        core = _without_weakest(step, confidence)
+        parent_mass = parent_mass + torch.where(core, first_log_probability.expand(shape), 0.0).sum(dim=-1)
+        core_tokens = torch.where(core, prediction.first.expand(shape), frontier.tokens)
+        parent_hashes = parent_hashes + torch.where(core, choices.hashes[..., 0].expand(shape), 0).sum(dim=-1)
+        eligible = rule.eligible(masked & ~core)
+    eligible = eligible & (num_masked > (0 if inputs.allows_complete else step_size))[..., None]
     log_q = order_model(core_tokens, eligible, prediction)
-    base = (frontier.log_mass + core_log_probability)[..., None] + log_q
-    base = torch.where(eligible, base, -torch.inf)
-    hedge = eligible & (first_probability < HEDGE_BELOW)
+    base = torch.where(eligible, parent_mass[..., None] + log_q, -torch.inf)
     log_mass = torch.stack(
         (
-            base + first_probability.log(),
-            torch.where(hedge, base + second_probability.log(), -torch.inf),
+            base + first_log_probability,
+            torch.where(choices.hedge, base + second_log_probability, -torch.inf),
         ),
         dim=-1,
     )
-    tokens = torch.stack((prediction.first.expand(shape), prediction.second.expand(shape)), dim=-1)
-    hashes = (frontier.hashes + core_hashes)[..., None, None] + commit_hashes(positions[:, None], tokens)
+    hashes = parent_hashes[..., None, None] + choices.hashes
     flat = (num_samples, width * length * 2)
     per_child = (num_samples, width, length, 2)
     frontier_index = torch.arange(width, device=masked.device)[None, :, None, None]
@@ -172,7 +202,7 @@ def _expand(
         frontier=frontier_index.expand(per_child).reshape(flat),
         core=core_tokens,
         positions=positions[None, :, None].expand(width, length, 2).reshape(-1),
-        tokens=tokens.reshape(flat),
+        tokens=choices.tokens.expand(per_child).reshape(flat),
     )
 
 
