@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import block_attention, plan_attention
+from dlmgrid.kernels.attention import block_attention, plan_attention, write_caches
 from dlmgrid.kernels.embedding import embed
 from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
@@ -35,10 +35,13 @@ class Operators:
         linear: (x [R, K], weight [N, K], bias [N] or None, out_dtype=None) to [R, N].
         linear_residual: (x, weight, residual [R, N]) to [R, N]; ``residual`` may be overwritten.
         linear_silu_gate: (x, weight [2N, K]) to [R, N], silu(gate) * up.
+        silu_gate: (gate and up [R, 2N]) to [R, N], silu(gate) * up.
         rms_norm: (x [R, H], weight, eps) to [R, H].
         norm_rotary: (x [R, heads, d], weight [heads, d] or None, cosines [R, r/2], sines, eps) to [R, heads, d].
         embed: (tokens [R], weight [V, H], mask id) to [R, H].
         plan_attention, block_attention: as ``kernels.attention`` has them; the plan belongs to the set.
+        write_caches: (key cache, value cache, keys [N, L, Hkv, d], values, slots int32 [N], block starts int32 [N]): in
+            place, a negative slot is not written.
         run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
         logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
     """
@@ -47,11 +50,13 @@ class Operators:
     linear: Callable[..., Tensor]
     linear_residual: Callable[[Tensor, Tensor, Tensor], Tensor]
     linear_silu_gate: Callable[[Tensor, Tensor], Tensor]
+    silu_gate: Callable[[Tensor], Tensor]
     rms_norm: Callable[..., Tensor]
     norm_rotary: Callable[[Tensor, Tensor | None, Tensor, Tensor, float], Tensor]
     embed: Callable[[Tensor, Tensor, int], Tensor]
     plan_attention: Callable[..., Any]
     block_attention: Callable[..., tuple[Tensor, Tensor]]
+    write_caches: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     run_routed: Callable[..., Tensor]
     logits_pass: Callable[..., LogitsPass]
 
@@ -64,11 +69,13 @@ def torch_operators(numerics: str) -> Operators:
         linear=product,
         linear_residual=lambda x, weight, residual: product(x, weight).add_(residual),
         linear_silu_gate=lambda x, weight: silu_gate(product(x, weight)),
+        silu_gate=silu_gate,
         rms_norm=rms_norm,
         norm_rotary=_norm_rotary,
         embed=embed,
         plan_attention=plan_attention,
         block_attention=block_attention,
+        write_caches=write_caches,
         run_routed=functools.partial(run_routed, product=product),
         logits_pass=logits_pass,
     )
@@ -79,7 +86,8 @@ def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tenso
 
 
 def triton_operators(numerics: str) -> Operators:
-    """The Triton kernels; under ``fast`` with the vendor's products where no epilogue is fused."""
+    """The Triton kernels; under ``fast`` with the vendor's products."""
+    from dlmgrid.kernels.attention.cache_kernel import write_caches as triton_write_caches
     from dlmgrid.kernels.attention.launch import block_attention as triton_attention
     from dlmgrid.kernels.attention.launch_plan import LaunchPlan
     from dlmgrid.kernels.embedding.kernel import embed as triton_embed
@@ -88,17 +96,30 @@ def triton_operators(numerics: str) -> Operators:
     from dlmgrid.kernels.logits.kernel import logits_pass as triton_logits_pass
     from dlmgrid.kernels.rmsnorm.kernel import rms_norm as triton_rms_norm
     from dlmgrid.kernels.rotary.kernel import norm_rotary
+    from dlmgrid.kernels.silu_gate.kernel import silu_gate as triton_silu_gate
+
+    def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        if numerics == "exact":
+            return triton_linear(x, weight, residual=residual)
+        return torch.addmm(residual, x, weight.T)
+
+    def linear_silu_gate(x: Tensor, weight: Tensor) -> Tensor:
+        if numerics == "exact":
+            return triton_linear(x, weight, gated=True)
+        return triton_silu_gate(linear_vendor(x, weight))
 
     return Operators(
         name="triton",
         linear=triton_linear if numerics == "exact" else linear_vendor,
-        linear_residual=lambda x, weight, residual: triton_linear(x, weight, residual=residual),
-        linear_silu_gate=lambda x, weight: triton_linear(x, weight, gated=True),
+        linear_residual=linear_residual,
+        linear_silu_gate=linear_silu_gate,
+        silu_gate=triton_silu_gate,
         rms_norm=triton_rms_norm,
         norm_rotary=lambda x, weight, cosines, sines, eps: norm_rotary(x, weight, cosines, sines, None, eps),
         embed=triton_embed,
         plan_attention=LaunchPlan,
         block_attention=triton_attention,
+        write_caches=triton_write_caches,
         run_routed=triton_run_routed,
         logits_pass=triton_logits_pass,
     )

@@ -14,6 +14,7 @@ from dlmgrid.kernels.attention.reference import (
     block_attention,
     plan_attention,
     write_cache,
+    write_caches,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "plan_attention",
     "plan_canvas_attention",
     "write_cache",
+    "write_caches",
 ]

@@ -41,19 +41,14 @@ def _merge(maximum, total, output, next_maximum, next_total, next_output):
     first = tl.exp(maximum - joint)
     second = tl.exp(next_maximum - joint)
     total = tl.fma(total, first, next_total * second)
-    output = tl.fma(
-        output, tl.broadcast_to(first[:, None], output.shape), next_output * second[:, None]
-    )
+    output = tl.fma(output, tl.broadcast_to(first[:, None], output.shape), next_output * second[:, None])
     return joint, total, output
 
 
 @triton.jit
 def _load(pointers, mask, IS_WHOLE: tl.constexpr):
     """A tile of keys or values; ``mask`` is needed where the head width is padded only."""
-    if IS_WHOLE:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=mask, other=0.0)
+    tile = tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=mask, other=0.0)
     return tile
 
 
@@ -113,7 +108,9 @@ def _own_tile(
             is_own, keys + (own_row * own_stride + kv_head * own_head_stride), cached_keys + offsets * WIDTH
         )
         values_at = tl.where(
-            is_own, values + (own_row * value_stride + kv_head * value_head_stride), cached_values + offsets * WIDTH
+            is_own,
+            values + (own_row * value_stride + kv_head * value_head_stride),
+            cached_values + offsets * WIDTH,
         )
         key_tile = tl.load(
             keys_at[None, :] + columns[:, None], mask=is_held[None, :] & inside[:, None], other=0.0
@@ -121,13 +118,18 @@ def _own_tile(
         value_tile = tl.load(
             values_at[:, None] + columns[None, :], mask=is_held[:, None] & inside[None, :], other=0.0
         )
-        new_maximum, new_total, new_output = _step(
-            queries, key_tile, value_tile, present, scale, maximum, total, output
-        )
-        chosen = in_group == member
-        maximum = tl.where(chosen, new_maximum, maximum)
-        total = tl.where(chosen, new_total, total)
-        output = tl.where(chosen[:, None], new_output, output)
+        if L * GROUP % ROWS == 0:  # a row tile lies in one segment
+            maximum, total, output = _step(
+                queries, key_tile, value_tile, present, scale, maximum, total, output
+            )
+        else:
+            new_maximum, new_total, new_output = _step(
+                queries, key_tile, value_tile, present, scale, maximum, total, output
+            )
+            chosen = in_group == member
+            maximum = tl.where(chosen, new_maximum, maximum)
+            total = tl.where(chosen, new_total, total)
+            output = tl.where(chosen[:, None], new_output, output)
     return maximum, total, output
 
 
@@ -177,8 +179,8 @@ def attention_kernel(
     """Grid (row tiles, key heads, splits or 1).
 
     SEQUENTIAL: all splits of a row tile in one program. Otherwise split s of the grid's third axis goes into entry s
-    of the states [splits, rows, ...]. A tile of no rows pads the plan. BOUNDARY: the own tile is left out and the states before it are kept, the
-    merged splits before the last in entry 0, the last split's in entry 1.
+    of the states [splits, rows, ...]. BOUNDARY: the own tile is left out and the states before it are kept, the
+    merged splits before the last in entry 0, the last split's in entry 1. A tile of no rows pads the plan.
     """
     kv_head = tl.program_id(1)
     where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
