@@ -48,8 +48,7 @@ def _merge(maximum, total, output, next_maximum, next_total, next_output):
 @triton.jit
 def _load(pointers, mask, IS_WHOLE: tl.constexpr):
     """A tile of keys or values; ``mask`` is needed where the head width is padded only."""
-    tile = tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=mask, other=0.0)
-    return tile
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
