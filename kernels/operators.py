@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import block_attention, plan_attention, write_caches
+from dlmgrid.kernels.attention import block_attention, plan_attention
 from dlmgrid.kernels.embedding import embed
 from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
@@ -40,8 +40,8 @@ class Operators:
         norm_rotary: (x [R, heads, d], weight [heads, d] or None, cosines [R, r/2], sines, eps) to [R, heads, d].
         embed: (tokens [R], weight [V, H], mask id) to [R, H].
         plan_attention, block_attention: as ``kernels.attention`` has them; the plan belongs to the set.
-        write_caches: (key cache, value cache, keys [N, L, Hkv, d], values, slots int32 [N], block starts int32 [N]): in
-            place, a negative slot is not written.
+        write_blocks: (keys [N, L, Hkv, d], values, key cache of a layer, value cache, slots int32 [N], -1 where nothing
+            is written, block starts int32 [N]), in place; None for a set that writes no pass of fixed shape.
         run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
         logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
     """
@@ -56,7 +56,7 @@ class Operators:
     embed: Callable[[Tensor, Tensor, int], Tensor]
     plan_attention: Callable[..., Any]
     block_attention: Callable[..., tuple[Tensor, Tensor]]
-    write_caches: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_blocks: Callable[..., None] | None
     run_routed: Callable[..., Tensor]
     logits_pass: Callable[..., LogitsPass]
 
@@ -75,7 +75,7 @@ def torch_operators(numerics: str) -> Operators:
         embed=embed,
         plan_attention=plan_attention,
         block_attention=block_attention,
-        write_caches=write_caches,
+        write_blocks=None,
         run_routed=functools.partial(run_routed, product=product),
         logits_pass=logits_pass,
     )
@@ -87,9 +87,9 @@ def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tenso
 
 def triton_operators(numerics: str) -> Operators:
     """The Triton kernels; under ``fast`` with the vendor's products."""
-    from dlmgrid.kernels.attention.cache_kernel import write_caches as triton_write_caches
     from dlmgrid.kernels.attention.launch import block_attention as triton_attention
     from dlmgrid.kernels.attention.launch_plan import LaunchPlan
+    from dlmgrid.kernels.cache_write.kernel import write_blocks as triton_write_blocks
     from dlmgrid.kernels.embedding.kernel import embed as triton_embed
     from dlmgrid.kernels.experts.kernel import run_routed as triton_run_routed
     from dlmgrid.kernels.gemm.kernel import linear as triton_linear
@@ -119,7 +119,7 @@ def triton_operators(numerics: str) -> Operators:
         embed=triton_embed,
         plan_attention=LaunchPlan,
         block_attention=triton_attention,
-        write_caches=triton_write_caches,
+        write_blocks=triton_write_blocks,
         run_routed=triton_run_routed,
         logits_pass=triton_logits_pass,
     )

@@ -14,7 +14,6 @@ from dlmgrid.kernels.attention.reference import (
     block_attention,
     plan_attention,
     write_cache,
-    write_caches,
 )
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "plan_attention",
     "plan_canvas_attention",
     "write_cache",
-    "write_caches",
 ]

@@ -160,16 +160,6 @@ def write_cache(cache: Tensor, values: Tensor, slots: Tensor, block_starts: Tens
     by_block[slots, tiles, :, blocks] = values.transpose(1, 2)
 
 
-def write_caches(
-    key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, block_starts: Tensor
-) -> None:
-    """:func:`write_cache` of ``keys`` and ``values`` [N, L, Hkv, d]; a block whose slot is negative is not written."""
-    written = slots >= 0
-    where = slots[written].long(), block_starts[written].long()
-    write_cache(key_cache, keys[written], *where)
-    write_cache(value_cache, values[written], *where)
-
-
 def block_attention(
     queries: Tensor,
     keys: Tensor,

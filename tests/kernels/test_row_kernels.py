@@ -9,8 +9,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.attention import write_caches as write_caches_twin
-from dlmgrid.kernels.attention.cache_kernel import write_caches
 from dlmgrid.kernels.embedding import embed as embed_twin
 from dlmgrid.kernels.embedding.kernel import embed
 from dlmgrid.kernels.rmsnorm import head_rms_norm
@@ -82,24 +80,6 @@ def test_gated_activation(
     assert torch.equal(silu_gate(gate_up[3:4]), result[3:4])
 
 
-@pytest.mark.parametrize(("length", "width"), [(32, 64), (4, 80), (64, 128)])
-def test_keys_and_values_go_into_the_caches(
-    triton_device: torch.device, float_type: torch.dtype, length: int, width: int
-) -> None:
-    generator = torch.Generator().manual_seed(length)
-    packed = torch.randn(4, length, 5, width, generator=generator).to(triton_device, float_type)
-    keys, values = packed[:, :, 1:3], packed[:, :, 3:]  # as a fused product leaves them
-    slots = torch.tensor([2, -1, 0, 2], dtype=torch.int32, device=triton_device)
-    starts = torch.tensor([64, 0, 128, 128 + 64 - length], dtype=torch.int32, device=triton_device)
-    found, expected = ([torch.zeros(3, 3, 2, 64, width).to(packed) for _ in range(2)] for _ in range(2))
-    write_caches(*found, keys, values, slots, starts)
-    write_caches_twin(*expected, keys, values, slots, starts)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[0][2, 1, :, :length], keys[0].transpose(0, 1))
-    assert int(found[1].count_nonzero()) == 3 * length * 2 * width
-
-
 @pytest.mark.parametrize("width", [1, 63, 1500])
 def test_embedding_copies_rows(triton_device: torch.device, float_type: torch.dtype, width: int) -> None:
     weight = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(triton_device, float_type)
@@ -121,11 +101,6 @@ def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> N
         rms_norm(x[0].double(), x[0, 0], 1e-6)
     with pytest.raises(ValueError, match="want \\[R, 2"):
         silu_gate(x[0, :, :63])
-    cache, blocks = (torch.zeros(size, device=triton_device) for size in ((1, 1, 3, 64, 64), (2, 4, 3, 64)))
-    with pytest.raises(ValueError, match="want int32"):
-        write_caches(cache, cache, blocks, blocks, positions, positions)
-    with pytest.raises(ValueError, match="do not fit caches"):
-        write_caches(cache, cache, blocks[:, :, :2], blocks[:, :, :2], positions.int(), positions.int())
     with pytest.raises(ValueError, match="int32"):
         embed(positions, x[0], 0)
     with pytest.raises(ValueError, match="mask token 9"):

@@ -31,6 +31,9 @@ class CanvasTarget(Protocol):
     cache: str
 
     @property
+    def control_device(self) -> torch.device: ...
+
+    @property
     def hidden_size(self) -> int: ...
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None: ...
@@ -97,7 +100,7 @@ class CanvasDecoder(Decoder):
         round_ = self._draft(samples)
         drafted = self._clock()
         target, length = self.canvas_target, self.settings.block_length
-        packed = Packed(target.device)
+        packed = Packed(target.control_device)
         round_.pack(packed)
         rows: dict[int, int] = {}
         for sample, first, nodes in zip(

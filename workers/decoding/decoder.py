@@ -43,11 +43,12 @@ from dlmgrid.workers.decoding.folded import count_folds, recheck_round
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
+from dlmgrid.workers.decoding.reading import TransitionRule
 from dlmgrid.workers.decoding.settings import GREEDY_MATCH, STOP_POLICIES, VERIFICATIONS, DecodeSettings
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.decoding.verification import SeenStep, TransitionRule, WalkedSteps, walk
+from dlmgrid.workers.decoding.verification import SeenStep, WalkedSteps, walk
 from dlmgrid.workers.decoding.window import draft_round, refreshes, wants_following
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, reads_hidden
 
@@ -58,11 +59,18 @@ __all__ = [
 
 
 class Target(Protocol):
-    """The model as the decoder sees it: packed passes over whole blocks, and the head."""
+    """The model as the decoder sees it: packed passes over whole blocks, and the head.
+
+    States, trees and snapshots live on the ``control_device``: that of the passes, or the CPU where a pass is queued
+    whole and answered in one copy (reading.py).
+    """
 
     num_slots: int
     max_length: int
     device: torch.device
+
+    @property
+    def control_device(self) -> torch.device: ...
 
     @property
     def hidden_size(self) -> int: ...
@@ -113,7 +121,8 @@ class Decoder:
         self.recorder = recorder
         self._logits_pass = logits_pass
         self.drafts = settings.budget > 0
-        device, length = target.device, settings.block_length
+        device, length = target.control_device, settings.block_length
+        self._device = device
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
         hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None
         self._known = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
@@ -121,7 +130,9 @@ class Decoder:
         self._next_snapshots: Snapshots | None = None
         if self.drafts and self._looks_ahead:
             self._next_snapshots = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
-        self._clock: Callable[[], float] = _device_clock(device) if settings.profiled else time.perf_counter
+        self._clock: Callable[[], float] = (
+            _device_clock(target.device) if settings.profiled else time.perf_counter
+        )
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Prompt], max_in_flight: int | None = None) -> list[Generation]:
@@ -178,11 +189,11 @@ class Decoder:
         round_ = self._draft(denoising) if denoising else None
         drafted = self._clock()
 
-        packed = Packed(self.target.device)
+        packed = Packed(self._device)
         rows = {id(s): 0 for s in samples}
         length = self.settings.block_length
         for sample, (first, last) in zip(storing, stored_spans, strict=True):
-            blocks = torch.tensor(sample.tokens_of(first, last), dtype=torch.int32, device=self.target.device)
+            blocks = torch.tensor(sample.tokens_of(first, last), dtype=torch.int32, device=self._device)
             for offset, block in enumerate(blocks.view(-1, length)):
                 packed.add(block[None], sample.slot, first + offset * length, stores=True)
             rows[id(sample)] = last - first
@@ -209,7 +220,7 @@ class Decoder:
         self._share_time(samples, rows, denoising, (start, drafted, verified, sampled, self._clock()))
 
     def _draft(self, samples: list[Sample]) -> Round:
-        settings, device = self.settings, self.target.device
+        settings, device = self.settings, self._device
         slots = torch.tensor([s.slot for s in samples], dtype=torch.int64, device=device)
         everyone = torch.arange(len(samples), device=device)
         inputs = DraftInputs(
@@ -252,9 +263,9 @@ class Decoder:
         ``rows``, by sample what the pass computes, grows by what a recheck does.
         """
         samples, trees, inputs = round_.samples, round_.trees, round_.inputs
-        everyone = torch.arange(len(samples), device=hidden.device)
+        everyone = torch.arange(len(samples), device=self._device)
         drafted = trees.num_drafted().tolist()
-        first_segments = torch.tensor(round_.first_segments, device=hidden.device)
+        first_segments = torch.tensor(round_.first_segments, device=self._device)
         roots, walked = self._walk_trees(round_, everyone, trees.current, first_segments, inputs, hidden)
         if self.settings.fold is not None and self.settings.fold.recheck:
             self._recheck(round_, hidden, roots, walked, rows)
@@ -279,7 +290,7 @@ class Decoder:
             commit_counts=torch.zeros_like(inputs.commit_counts),
             block_starts=inputs.block_starts + length,
         )
-        next_segments = torch.tensor(round_.next_segments, device=hidden.device)
+        next_segments = torch.tensor(round_.next_segments, device=self._device)
         roots, walked = self._walk_trees(round_, entered, trees.following, next_segments, beyond, hidden)
         for index, root, steps in zip(entered.tolist(), roots.tolist(), walked, strict=True):
             samples[index].set_block(root)
@@ -295,7 +306,7 @@ class Decoder:
         if again is None:
             return
         chains, firsts = again.behind_roots(hidden, self._predicting(again.computed), round_.first_segments)
-        which = torch.tensor(again.samples, device=hidden.device)
+        which = torch.tensor(again.samples, device=self._device)
         new_roots, new_walked = self._walk_trees(round_, which, again.tree, firsts, round_.inputs, chains)
         roots[which] = new_roots
         for index, steps, count in zip(again.samples, new_walked, again.num_computed, strict=True):
@@ -341,7 +352,7 @@ class Decoder:
             block_steps=torch.tensor(
                 [round_.samples[index].block_steps for index in which.tolist()],
                 dtype=torch.int64,
-                device=hidden.device,
+                device=self._device,
             ),
             has_stopped=self._has_stopped([round_.samples[index] for index in which.tolist()]),
         )
@@ -350,7 +361,7 @@ class Decoder:
         """Which states int32 [A, L] of the samples int64 [A] end them, bool [A]; None where none does so early."""
         if self.settings.stop_rule == "block" or not self.settings.stops:
             return None
-        firsts = torch.tensor([s.prompt_in_block for s in samples], device=self.target.device)
+        firsts = torch.tensor([s.prompt_in_block for s in samples], device=self._device)
         return lambda active, states: stopped_states(states, self.settings.stops, firsts[active][:, None])
 
     def _look_at_next_blocks(self, round_: Round, hidden: Tensor) -> None:
@@ -358,10 +369,11 @@ class Decoder:
         which = round_.looks_ahead.nonzero().flatten()
         if not which.numel():
             return
-        segments = torch.tensor(round_.next_segments, device=hidden.device)[which]
+        segments = torch.tensor(round_.next_segments, device=self._device)[which]
         length = self.settings.block_length
-        read = hidden[segments].flatten(0, 1)
-        summary = summarize(self.target.logits(read), self.settings.temperature)
+        read = hidden[segments.to(hidden.device)].flatten(0, 1)
+        found = summarize(self.target.logits(read), self.settings.temperature)
+        summary = Summary(*(part.to(self._device) for part in found))
         if self.settings.records_window and self.recorder is not None:
             for row, index in enumerate(which.tolist()):
                 own = slice(row * length, (row + 1) * length)
@@ -369,10 +381,11 @@ class Decoder:
                 self.recorder.record_next(round_.samples[index].prompt, part, read[own])
         if self._next_snapshots is not None:
             slots = round_.slots[which]
-            positions = torch.arange(length, device=hidden.device).repeat(which.numel())
-            masked = torch.ones(which.numel(), length, dtype=torch.bool, device=hidden.device)
+            positions = torch.arange(length, device=self._device).repeat(which.numel())
+            masked = torch.ones(which.numel(), length, dtype=torch.bool, device=self._device)
             rows = slots.repeat_interleave(length)
-            self._next_snapshots.store(slots, masked, rows, positions, summary, read)
+            kept = None if self._next_snapshots.hidden is None else read.to(self._device)
+            self._next_snapshots.store(slots, masked, rows, positions, summary, kept)
 
     def _seeds(
         self, storing: list[Sample], spans: Sequence[tuple[int, int]], hidden: Tensor
@@ -423,7 +436,7 @@ class Decoder:
         """Go on to the next block, whose first round is drafted where a window has looked at it and refresh is on."""
         sample.block_start += sample.block_length
         sample.block_steps = 0
-        slot = torch.tensor([sample.slot], device=self.target.device)
+        slot = torch.tensor([sample.slot], device=self._device)
         if self._snapshots is not None:
             if self._next_snapshots is not None and refreshes(self.settings.window):
                 self._snapshots.take(slot, self._next_snapshots, slot)
@@ -443,7 +456,7 @@ class Decoder:
 
     def _forget(self, sample: Sample) -> None:
         """Nothing stale is known of the sample's block, nor of the next one."""
-        slot = torch.tensor([sample.slot], device=self.target.device)
+        slot = torch.tensor([sample.slot], device=self._device)
         for snapshots in (self._snapshots, self._next_snapshots):
             if snapshots is not None:
                 snapshots.invalidate(slot)

@@ -77,7 +77,7 @@ class Recheck:
             firsts[index] = used + place
             parts += [roots[first_segments[index]][None], computed[used : used + count]]
             used += count
-        return torch.cat(parts), torch.tensor(firsts, dtype=torch.int64, device=roots.device)
+        return torch.cat(parts), torch.tensor(firsts, dtype=torch.int64, device=self.tree.tokens.device)
 
 
 def recheck_round(

@@ -106,8 +106,16 @@ def forbid_tokens(logits: Tensor, sampling: Sampling, end_token_ids: tuple[int, 
     return logits
 
 
+def needs_logits(sampling: Sampling, temperature: float) -> bool:
+    """Whether a draw reads more of the logits than the choice from them as they are."""
+    filters = (sampling.top_p is not None and sampling.top_p < 1) or sampling.top_k is not None
+    if filters or sampling.confidence in ("topk_margin", "entropy"):
+        return True
+    return sampling.confidence == "plain" and temperature not in (0, 1)
+
+
 def draw(
-    logits: Tensor,
+    logits: Tensor | None,
     sampling: Sampling,
     temperature: float,
     token_noise: Tensor | None,
@@ -118,16 +126,23 @@ def draw(
 ) -> Drawn:
     """Draw the token of each row of ``logits`` fp32 [R, V] and rate its position.
 
+    ``logits`` may be None where :func:`needs_logits` is false and ``choose_from`` knows the choice.
     ``token_noise``: Gumbel fp32 [R, V] at T > 0, None at T = 0. ``choose_from``: what chooses from the filtered logits
     instead, with noise of its own; where nothing is filtered it is shown ``logits`` itself.
     """
-    filtered = filter_logits(logits, temperature, sampling.top_p, sampling.top_k)
+    if logits is None:
+        assert choose_from is not None, "a draw without logits is told its choice"
+        assert not needs_logits(sampling, temperature), "this draw reads the logits"
+        filtered = torch.empty(0)
+        logits = filtered
+    else:
+        filtered = filter_logits(logits, temperature, sampling.top_p, sampling.top_k)
     choice = choose(filtered, temperature, token_noise) if choose_from is None else choose_from(filtered)
     confidence = _rate(logits, filtered, choice, sampling, temperature, position_noise)
     if sampling.alg_temp > 0:
         confidence = (confidence / sampling.alg_temp + position_noise.gumbel()).clamp_min(LEAST_CONFIDENCE)
     if sampling.eos_policy == "confidence_eos_eot_inf":
-        ends = torch.tensor(end_token_ids, dtype=choice.tokens.dtype, device=logits.device)
+        ends = torch.tensor(end_token_ids, dtype=choice.tokens.dtype, device=choice.tokens.device)
         confidence = torch.where(torch.isin(choice.tokens, ends), LEAST_CONFIDENCE, confidence)
     return Drawn(choice, confidence)
 

@@ -15,53 +15,28 @@ that extends y is admissible where every new token is the target's own choice at
 probabilities is at least τ; the largest admissible state is taken if it commits more than T(y). It trades exactness
 for speed, so its rows claim no more than an approximation.
 
-The language-model head runs on the states that the walk visits, and there on the rows that predict masked
-positions only. Legend: S samples, A samples still walking, L block length, R rows, V vocabulary.
+Which rows the language-model head runs on, and when, is the matter of ``reading.py``.
+
+Legend: S samples, A samples still walking, L block length, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import Choice, LogitsPass, Summary, row_digests, summarize
+from dlmgrid.kernels.logits import Summary
 from dlmgrid.workers.decoding.commit_rules import CommitRule
-from dlmgrid.workers.decoding.noise import NoiseTable, Stream
-from dlmgrid.workers.decoding.sampling import READS_STEP, Drawn, PositionNoise, draw, forbid_tokens
+from dlmgrid.workers.decoding.reading import Head, Level, RowReader, TransitionRule
+from dlmgrid.workers.decoding.sampling import Drawn
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes, num_masked
 from dlmgrid.workers.decoding.tree import DraftTree
-
-
-class Head(Protocol):
-    """The language-model head: hidden rows [R, H] to fp32 logits [R, V], with -inf where no token may be chosen."""
-
-    def logits(self, rows: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransitionRule:
-    """Everything T(state) depends on besides the logits.
-
-    ``accepts_argmax``: a drafted state that equals the argmax next state is taken in place of T(state).
-    ``product_tau``: the floor of product max-commit, None without it.
-    ``end_token_ids``: the tokens that end a text, and then a turn, for the rule's policy on them.
-    ``logits_pass``: one pass for choice, summary and digest of each row; None: the twins, each where it is needed.
-    """
-
-    rule: CommitRule
-    temperature: float
-    noise: NoiseTable
-    accepts_argmax: bool = False
-    product_tau: float | None = None
-    end_token_ids: tuple[int, ...] = ()
-    logits_pass: Callable[..., LogitsPass] | None = None
 
 
 @dataclass(slots=True)
@@ -140,60 +115,34 @@ def walk(
         The new roots int32 [S, L], and the steps of each sample.
     """
     num_samples = first_segment.shape[0]
-    device = hidden.device
+    device = first_segment.device
     rule = transition.rule
     first_steps = torch.zeros_like(commit_counts) if block_steps is None else block_steps
     num_walked = 0
     roots = tree.tokens[:, 0].clone()
-    root_masked = num_masked(roots)
+    reader = RowReader(
+        head=head,
+        transition=transition,
+        hidden=hidden,
+        first_segment=first_segment,
+        tree=tree,
+        commit_counts=commit_counts,
+        block_starts=block_starts,
+        keys=keys,
+    )
     steps = [WalkedSteps() for _ in range(num_samples)]
     active = torch.arange(num_samples, device=device)
     node = torch.zeros(num_samples, dtype=torch.int64, device=device)
     while active.numel():
-        states = tree.tokens[active, node]
-        masked = states == MASKED
-        row_of, position = masked.nonzero(as_tuple=True)
-        read = hidden[first_segment[active] + node][masked]
-        logits = forbid_tokens(head.logits(read), rule.sampling, transition.end_token_ids)
         block_step = first_steps[active] + num_walked
         num_walked += 1
-        counts = commit_counts[active] + root_masked[active] - num_masked(states)
-        row_keys, row_positions = keys[active][row_of], block_starts[active][row_of] + position
-        gumbel, passed, choose_from = None, None, None
-        if transition.logits_pass is not None:
-            draw_indices = transition.noise.draw_indices(counts[row_of])
-            noise = (row_keys, int(Stream.TOKEN), row_positions, draw_indices)
-            one_pass = functools.partial(
-                transition.logits_pass,
-                temperature=transition.temperature,
-                noise=noise if transition.temperature > 0 else None,
-            )
-            passed = one_pass(logits)
-            choose_from = functools.partial(_chosen_in, one_pass, logits, passed)
-        elif transition.temperature > 0:
-            gumbel = transition.noise.rows(
-                row_keys, Stream.TOKEN, row_positions, counts[row_of], logits.shape[1]
-            )
-        draws = (block_step if rule.sampling.confidence in READS_STEP else counts)[row_of]
-        position_noise = PositionNoise(
-            functools.partial(transition.noise.position_uniforms, row_keys, row_positions, draws),
-            functools.partial(transition.noise.position_gumbels, row_keys, row_positions, draws),
-        )
-        choose_with = functools.partial(
-            _choose,
-            transition,
-            logits,
-            position_noise=position_noise,
-            states=states,
-            row_of=row_of,
-            position=position,
-        )
-        drawn = choose_with(gumbel, choose_from)
-        step = _step(rule, states, drawn, block_step)
+        level = reader.read(active, node, block_step)
+        states = level.states
+        step = _step(rule, states, _choose(level, level.drawn, level.is_argmax), block_step)
         if transition.product_tau is not None:
-            step = _largest_admissible(tree.select(active), states, drawn, step, transition.product_tau)
+            step = _largest_admissible(tree.select(active), states, step.chosen, step, transition.product_tau)
         if transition.accepts_argmax and transition.temperature > 0:
-            argmax = _step(rule, states, choose_with(torch.zeros_like(logits)), block_step)
+            argmax = _step(rule, states, _choose(level, *level.likeliest()), block_step)
             found = tree.find(active, argmax.following)
             step = _where(found >= 0, argmax, step)
         else:
@@ -201,41 +150,32 @@ def walk(
         if rule.may_open_nothing:  # the state stays, the block's step counts on: the round ends
             found = torch.where(step.selected.any(dim=1), found, -1)
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
-            0, row_of, commit_hashes(position, row_digests(logits) if passed is None else passed.digests)
+            0, level.row_of, commit_hashes(level.positions, level.digests)
         )
         _record(steps, active, step, digests)
 
         following = step.following
         if on_step is not None:
-            summary = summarize(logits, transition.temperature) if passed is None else passed.summary
-            on_step(SeenStep(active, states, following, counts, row_of, position, summary, read))
+            seen = (level.row_of, level.positions, level.summary(None), level.hidden(None))
+            on_step(SeenStep(active, states, following, level.commit_counts, *seen))
         roots[active] = following
         if snapshots is not None:
             ends = (found < 0) & (num_masked(following) > 0)
-            rows = ends[row_of]
+            rows = ends[level.row_of]
             if bool(ends.any()):
                 snapshots.store(
                     snapshot_rows[active][ends],
-                    masked[ends],
-                    snapshot_rows[active][row_of[rows]],
-                    position[rows],
-                    summarize(logits[rows], transition.temperature)
-                    if passed is None
-                    else Summary(*(part[rows] for part in passed.summary)),
-                    read[rows],
+                    level.masked[ends],
+                    snapshot_rows[active][level.row_of[rows]],
+                    level.positions[rows],
+                    level.summary(rows),
+                    None if snapshots.hidden is None else level.hidden(rows).to(device),
                 )
         walks_on = (found >= 0) & (num_masked(following) > 0)
         if has_stopped is not None:
             walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
-
-
-def _chosen_in(
-    one_pass: Callable[[Tensor], LogitsPass], logits: Tensor, passed: LogitsPass, filtered: Tensor
-) -> Choice:
-    """The choice from ``filtered``: that of ``passed``, the pass over ``logits``, where nothing was filtered."""
-    return passed.choice if filtered is logits else one_pass(filtered).choice
 
 
 class _Chosen(NamedTuple):
@@ -259,41 +199,23 @@ class _Step(NamedTuple):
     chosen: _Chosen
 
 
-def _choose(
-    transition: TransitionRule,
-    logits: Tensor,
-    gumbel: Tensor | None,
-    choose_from: Callable[[Tensor], Choice] | None = None,
-    *,
-    position_noise: PositionNoise,
-    states: Tensor,
-    row_of: Tensor,
-    position: Tensor,
-) -> _Chosen:
-    """Draw a token at every masked position. Raises FloatingPointError where a probability is not finite."""
-    drawn: Drawn = draw(
-        logits,
-        transition.rule.sampling,
-        transition.temperature,
-        gumbel,
-        position_noise,
-        transition.end_token_ids,
-        choose_from=choose_from,
-    )
-    choice = drawn.choice
+def _choose(level: Level, drawn: Drawn, is_argmax: Tensor) -> _Chosen:
+    """What was drawn, by position. Raises FloatingPointError where a probability is not finite."""
+    choice, states = drawn.choice, level.states
     if not bool(torch.isfinite(choice.probabilities).all()):
         raise FloatingPointError("the model's logits are not finite at a state of this item")
+    at = (level.row_of, level.positions)
     confidence = torch.full(states.shape, -torch.inf, device=states.device)
-    confidence[row_of, position] = drawn.confidence
+    confidence[at] = drawn.confidence
     probability = torch.ones(states.shape, device=states.device)
-    probability[row_of, position] = choice.probabilities
+    probability[at] = choice.probabilities
     tokens = states.clone()
-    tokens[row_of, position] = choice.tokens.to(torch.int32)
+    tokens[at] = choice.tokens.to(torch.int32)
     margins = torch.zeros(states.shape, device=states.device)
-    margins[row_of, position] = choice.margins
-    is_argmax = states != MASKED
-    is_argmax[row_of, position] = logits.gather(1, choice.tokens[:, None]).squeeze(1) == logits.amax(dim=1)
-    return _Chosen(tokens, confidence, probability, margins, is_argmax)
+    margins[at] = choice.margins
+    all_argmax = ~level.masked
+    all_argmax[at] = is_argmax
+    return _Chosen(tokens, confidence, probability, margins, all_argmax)
 
 
 def _where(is_first: Tensor, first: _Step, second: _Step) -> _Step:

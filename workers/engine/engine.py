@@ -18,6 +18,7 @@ from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
 from dlmgrid.workers.engine.memory import padded_length
 from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, free_memory, load_model, memory_errors
+from dlmgrid.workers.engine.pass_graphs import Blocks, PassGraphs
 from dlmgrid.workers.folding.fold import FoldBranches, FoldReport, FoldSettings
 from dlmgrid.workers.folding.layers import Folding, run_folded_layers
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
@@ -84,6 +85,19 @@ class Engine(ModelHead):
             self._values = torch.zeros(shape, dtype=dtype, device=self.device)
             self._cosines, self._sines = _rotary_tables(config, self.max_length, self.device)
         self._cached = [0] * num_slots
+        self._graphs: PassGraphs | None = None
+        if (
+            self.operators.write_blocks is not None and config.experts is None
+        ):  # routing reads counts on the host
+            self._graphs = PassGraphs(
+                config,
+                weights,
+                self.operators,
+                self._keys,
+                self._values,
+                self._turns,
+                block_length=config.block_length,
+            )
         self.fold_report: FoldReport | None = None
 
     def cached_length(self, slot: int) -> int:
@@ -133,6 +147,22 @@ class Engine(ModelHead):
             raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
         written = [True] * num if keep else store_list
+        if self._graphs is not None and fold is None and num:
+            leading = [self._leading(start) for start in start_list]
+            blocks = Blocks(
+                slots=slot_list,
+                starts=start_list,
+                on_grid=[start + lead for start, lead in zip(start_list, leading, strict=True)],
+                first_keys=leading if self._from_prompt else None,
+                causal=[causal or flag for flag in store_list] if self._token_causal else None,
+                written=written,
+            )
+            tokens = tokens.cpu()
+            self._check_tokens(tokens)
+            with memory_errors():
+                hidden = self._graphs.run(tokens, blocks)
+            self._cached = cached
+            return hidden
         hidden = self._run(
             tokens, slot_list, start_list, store_list, self.weights, causal, written, fold=fold
         )
@@ -191,11 +221,7 @@ class Engine(ModelHead):
         rows = -(-num * length // PANEL_ROWS) * PANEL_ROWS
         flat = torch.zeros(rows, dtype=torch.int32, device=self.device)
         flat[: num * length] = tokens.reshape(-1)
-        lowest, highest = (int(value) for value in torch.aminmax(flat))
-        if lowest < MASKED or highest >= self.config.vocab_size:
-            raise ValueError(
-                f"forward: token ids {lowest} to {highest}; want -1 to {self.config.vocab_size - 1}"
-            )
+        self._check_tokens(flat)
         positions = torch.zeros(rows, dtype=torch.int64, device=self.device)
         offsets = torch.arange(length, device=self.device)
         positions[: num * length] = (self._ints(starts)[:, None] + offsets[None, :]).reshape(-1)
@@ -204,13 +230,14 @@ class Engine(ModelHead):
         on_grid = [start + lead for start, lead in zip(starts, leading, strict=True)]
         is_causal = [causal or flag for flag in store]
         stored = [segment for segment, flag in enumerate(written or store) if flag]
+        cosines, sines, query_scale = self._turns(positions)
         inputs = PassInputs(
             tokens=flat,
             num_segments=num,
             block_length=length,
-            cosines=self._cosines[positions],
-            sines=self._sines[positions],
-            query_scale=self._query_scale(positions),
+            cosines=cosines,
+            sines=sines,
+            query_scale=query_scale,
             plan=self._plan(slots, plan_starts or on_grid, leading, is_causal),
             part=part,
             stored=self._ints(stored),
@@ -240,6 +267,18 @@ class Engine(ModelHead):
                     self.config, weights, inputs, self._keys, self._values, self.operators, folding
                 )
         return hidden[: num * length].view(num, length, -1)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        lowest, highest = (int(value) for value in torch.aminmax(tokens))
+        if lowest < MASKED or highest >= self.config.vocab_size:
+            raise ValueError(
+                f"forward: token ids {lowest} to {highest}; want -1 to {self.config.vocab_size - 1}"
+            )
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cosines, sines and the query scale of rows at ``positions`` int32 or int64 [R]."""
+        cosines, sines = (table.index_select(0, positions) for table in (self._cosines, self._sines))
+        return cosines, sines, self._query_scale(positions)
 
     def _plan(
         self, slots: Sequence[int], starts: Sequence[int], leading: Sequence[int], is_causal: Sequence[bool]

@@ -20,6 +20,7 @@ from dlmgrid.kernels.operators import Operators, load_operators
 from dlmgrid.kernels.selftest import RowInvarianceError, check_row_invariance
 from dlmgrid.kernels.triton_support import KernelsUnavailableError
 from dlmgrid.workers.engine.memory import available_memory, check_memory, plan_memory
+from dlmgrid.workers.engine.row_graphs import RowGraphs
 from dlmgrid.workers.errors import InputError, OutOfMemoryError
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.models.config import ModelConfig
@@ -65,6 +66,7 @@ class ModelHead:
         self.kernels = kernels
         self.operators = open_operators(config, kernels, numerics, self.device, dtype)
         self._linear = self.operators.linear
+        self._row_graphs: RowGraphs | None = None
 
     def check_room(self, max_length: int, num_cached: int, budget_bytes: int | None) -> None:
         """Raise InputError where buffers of ``num_cached`` slots do not fit ``budget_bytes`` (by default what the
@@ -77,6 +79,16 @@ class ModelHead:
             budget_bytes = None if free is None else free + plan.weight_bytes  # the weights are already there
         if budget_bytes is not None:
             check_memory(plan, budget_bytes, num_slots=self.num_slots, max_length=max_length)
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where the decoder keeps its states: the CPU for kernels that answer a pass in one copy, else the device."""
+        return torch.device("cpu") if self.predicts_rows else self.device
+
+    @property
+    def predicts_rows(self) -> bool:
+        """Whether :meth:`predict` is to be used: the kernels have a logits pass."""
+        return self.kernels == "triton"
 
     @property
     def hidden_size(self) -> int:
@@ -104,6 +116,29 @@ class ModelHead:
     def logits_pass(self) -> Callable[..., LogitsPass] | None:
         """The one pass over the logits that the kernels have; None where the twins work apart."""
         return None if self.kernels == "torch" else self.operators.logits_pass
+
+    @torch.inference_mode()
+    def predict(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        temperature: float,
+        noise: tuple[Tensor, int, Tensor, Tensor] | None,
+    ) -> LogitsPass:
+        """What the logits pass says of ``rows`` int64 [R] of ``hidden`` [N, L, H]: on the CPU, as rows and noise are.
+
+        A row's answer does not depend on R in ``exact``.
+        """
+        if self._row_graphs is None:
+            self._row_graphs = RowGraphs(
+                self.logits,
+                self.operators.logits_pass,
+                hidden_size=self.hidden_size,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        with memory_errors():
+            return self._row_graphs.predict(hidden, rows, temperature, noise)
 
     @torch.no_grad()
     def self_test(self) -> None:

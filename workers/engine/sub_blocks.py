@@ -41,6 +41,7 @@ class SubBlockTarget:
         self.num_slots = engine.num_slots
         self.max_length = engine.max_length
         self.device = engine.device
+        self.control_device = engine.device
         self.hidden_size = engine.hidden_size
         self._kept: dict[int, _Kept] = {}
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import AttentionPlan, write_cache
+from dlmgrid.kernels.attention import AttentionPlan
 from dlmgrid.kernels.attention.boundary import attend_block, attend_prefix
 from dlmgrid.kernels.gemm import pad_rows
 from dlmgrid.kernels.operators import Operators
@@ -102,10 +102,7 @@ def _layer(
     normed = operators.rms_norm(rows, layer.input_norm, config.rms_norm_eps)
     heads = project_heads(config, layer, normed, of_rows, operators)
     queries, keys, values = (part[: len(packed.rows)] for part in heads)
-    if len(inputs.stored):
-        written = row_map[inputs.stored]
-        write_cache(key_cache, keys[written], inputs.stored_slots, inputs.stored_starts)
-        write_cache(value_cache, values[written], inputs.stored_slots, inputs.stored_starts)
+    inputs.write(keys, values, key_cache, value_cache, of=row_map)
     boundary = attend_prefix(queries.unflatten(0, (-1, length)), key_cache, value_cache, plan)
     prefixed = clock()
 

@@ -60,15 +60,36 @@ class BlockPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs(PassRows):
-    """What one pass over blocks works on, made once and read by every layer."""
+    """What one pass over blocks works on, made once and read by every layer.
+
+    Which segments write their keys and values, and where: either the n that do, or ``writes``, slots (-1: nowhere) and
+    block starts on the grid, int32 [N] each, of all, for kernels that take a pass of fixed shape.
+    """
 
     num_segments: int
     block_length: int
     plan: Any  # of the operators that run the pass
     part: BlockPart | None = None
-    stored: Tensor  # [n] int64: segments that write their keys and values
-    stored_slots: Tensor  # [n] int64
-    stored_starts: Tensor  # [n] int64
+    stored: Tensor | None = None  # [n] int64
+    stored_slots: Tensor | None = None  # [n] int64
+    stored_starts: Tensor | None = None  # [n] int64
+    writes: tuple[Tensor, Tensor] | None = None
+
+    def write(
+        self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, of: Tensor | None = None
+    ) -> None:
+        """Write the stored segments of ``keys`` and ``values`` [N, L, Hkv, d], or of their rows ``of`` [N, L] in
+        [P, Hkv, d], to a layer's caches."""
+        if (
+            self.stored is None
+            or self.stored_slots is None
+            or self.stored_starts is None
+            or not len(self.stored)
+        ):
+            return
+        rows = self.stored if of is None else of[self.stored]
+        write_cache(key_cache, keys[rows], self.stored_slots, self.stored_starts)
+        write_cache(value_cache, values[rows], self.stored_slots, self.stored_starts)
 
 
 def run_layers(
@@ -89,9 +110,9 @@ def run_layers(
     def attend(layer: int, *heads: Tensor) -> Tensor:
         queries, keys, values = (part[: num * length].unflatten(0, (num, length)) for part in heads)
         key_part, value_part = key_cache[layer], value_cache[layer]
-        if len(inputs.stored):
-            write_cache(key_part, keys[inputs.stored], inputs.stored_slots, inputs.stored_starts)
-            write_cache(value_part, values[inputs.stored], inputs.stored_slots, inputs.stored_starts)
+        if inputs.writes is not None and operators.write_blocks is not None:
+            operators.write_blocks(keys, values, key_part, value_part, *inputs.writes)
+        inputs.write(keys, values, key_part, value_part)
         if inputs.part is None:
             output, _ = operators.block_attention(queries, keys, values, key_part, value_part, inputs.plan)
             return output.flatten(0, 1)

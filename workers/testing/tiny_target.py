@@ -42,6 +42,7 @@ class TinyTarget:
         self.num_slots = num_slots
         self.max_length = max_length
         self.device = torch.device("cpu")
+        self.control_device = self.device
         self.vocab_size = vocab_size
         self.width = -(-vocab_size // 64) * 64 if width is None else width
         random_bias = torch.randn(block_length, vocab_size, generator=generator) * sharpness

@@ -1,0 +1,184 @@
+"""Passes of a fixed shape over fixed buffers: on a GPU one CUDA graph for each shape, replayed for every pass of it.
+
+All that differs between passes of a shape (tokens, positions, where blocks lie and which are stored) goes up in one
+copy. A shape is the number of segments, the bucket of splits of the longest prefix, and whether any block is stored.
+The first pass of a shape runs launch by launch, which compiles its kernels; the second is captured. In Triton's
+interpreter every pass runs launch by launch.
+
+Legend: N segments of L tokens, R = N · L rows, rounded up to whole panels, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlmgrid.kernels.attention import SPLIT_KEYS
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan
+from dlmgrid.kernels.gemm import PANEL_ROWS
+from dlmgrid.kernels.operators import Operators
+from dlmgrid.workers.models.config import ModelConfig
+from dlmgrid.workers.models.layers import PassInputs, run_layers
+from dlmgrid.workers.models.weights import ModelWeights
+
+MOST_GRAPHS = 192
+"""Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
+
+_ALIGNED = 32  # entries: every table begins at a multiple of 128 bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The N segments of a pass: slots, the positions they begin at, the same on the grid of the cache, the keys before
+    the sample's first, and which of them see themselves causally (None: no family of the model's kind) and are written.
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    on_grid: Sequence[int]
+    first_keys: Sequence[int] | None
+    causal: Sequence[bool] | None
+    written: Sequence[bool]
+
+
+class _Shape:
+    """Buffers and graph of the passes of one shape."""
+
+    def __init__(
+        self, sizes: Sequence[int], rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ):
+        firsts = [0]
+        for size in sizes:
+            firsts.append(firsts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+        self._spans = [slice(first, first + size) for first, size in zip(firsts, sizes, strict=False)]
+        self.is_gpu = device.type == "cuda"
+        self._up = torch.zeros(firsts[-1], dtype=torch.int32, pin_memory=self.is_gpu)
+        self._down = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
+        self.hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs = 0
+        self._sent = torch.cuda.Event() if self.is_gpu else None
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The tables on the device."""
+        return [self._down[span] for span in self._spans]
+
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """Put the tables of a pass onto the device, in order."""
+        if self._sent is not None and self.runs:
+            self._sent.synchronize()  # the copy before may still be reading
+        for span, part in zip(self._spans, parts, strict=True):
+            self._up[span] = part
+        self._down.copy_(self._up, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class PassGraphs:
+    """Runs passes of one model over its caches.
+
+    Args:
+        key_cache, value_cache: [layers, slots, tiles, Hkv, tile, d].
+        turns: positions int32 [R] to cosines, sines and the query scale of the rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        operators: Operators,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        turns: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]],
+        *,
+        block_length: int,
+    ) -> None:
+        self._config, self._weights, self._operators = config, weights, operators
+        self._key_cache, self._value_cache = key_cache, value_cache
+        self._turns = turns
+        self._length = block_length
+        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._offsets = torch.arange(block_length, dtype=torch.int32)
+        self._pool: Any = None  # torch's handle of the graphs' shared memory
+
+    def run(self, tokens: Tensor, blocks: Blocks) -> Tensor:
+        """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H]."""
+        num = len(blocks.slots)
+        splits = 1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length()
+        stores = any(blocks.written)
+        shape = self._shape(num, splits, stores)
+        shape.send(self._tables(tokens, blocks, shape.hidden.shape[0]))
+        if shape.graph is not None:
+            shape.graph.replay()
+        elif shape.is_gpu and shape.runs:
+            shape.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(shape.graph, pool=self._pool):
+                self._compute(shape, num, splits, stores)
+            self._pool = self._pool or shape.graph.pool()
+            shape.graph.replay()
+        else:
+            self._compute(shape, num, splits, stores)
+        shape.runs += 1
+        return shape.hidden[: num * self._length].view(num, self._length, -1).clone()
+
+    def _shape(self, num: int, splits: int, stores: bool) -> _Shape:
+        key = (num, splits, stores)
+        if key not in self._shapes:
+            if len(self._shapes) >= MOST_GRAPHS:
+                self._shapes.clear()
+                self._pool = None
+            rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
+            tables = FixedPlan.size(num, self._length, self._group)
+            weight = self._weights.embedding
+            self._shapes[key] = _Shape(
+                (rows, rows, num, num, tables), rows, self._config.hidden_size, weight.dtype, weight.device
+            )
+        return self._shapes[key]
+
+    def _tables(self, tokens: Tensor, blocks: Blocks, rows: int) -> list[Tensor]:
+        num = len(blocks.slots)
+        flat, positions = torch.zeros(2, rows, dtype=torch.int32)
+        flat[: num * self._length] = tokens.reshape(-1)
+        starts = torch.tensor(blocks.starts, dtype=torch.int32)
+        positions[: num * self._length] = (starts[:, None] + self._offsets).clamp_min(0).view(-1)
+        slots = [slot if written else -1 for slot, written in zip(blocks.slots, blocks.written, strict=True)]
+        plan = FixedPlan.tables_of(
+            blocks.slots,
+            blocks.on_grid,
+            self._length,
+            self._group,
+            first_keys=blocks.first_keys,
+            causal=blocks.causal,
+        )
+        integers = (torch.tensor(values, dtype=torch.int32) for values in (slots, blocks.on_grid))
+        return [flat, positions, *integers, plan]
+
+    @torch.inference_mode()
+    def _compute(self, shape: _Shape, num: int, splits: int, stores: bool) -> None:
+        """Queue the pass: from the tables of ``shape`` to its hidden states."""
+        tokens, positions, slots, starts, tables = shape.tables
+        cosines, sines, query_scale = self._turns(positions)
+        plan = FixedPlan(
+            tables, num_segments=num, block_length=self._length, group=self._group,
+            num_kv_heads=self._config.num_key_value_heads, num_splits=splits,
+        )  # fmt: skip
+        inputs = PassInputs(
+            tokens=tokens,
+            cosines=cosines,
+            sines=sines,
+            query_scale=query_scale,
+            num_segments=num,
+            block_length=self._length,
+            plan=plan,
+            writes=(slots, starts) if stores else None,
+        )
+        hidden = run_layers(
+            self._config, self._weights, inputs, self._key_cache, self._value_cache, self._operators
+        )
+        shape.hidden.copy_(hidden)
