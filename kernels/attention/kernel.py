@@ -27,7 +27,8 @@ def _step(queries, keys, values, present, scale, maximum, total, output):
     decay = tl.exp(maximum - new_maximum)
     weights = tl.exp(scores - new_maximum[:, None])
     total = tl.fma(total, decay, tl.sum(weights, 1))
-    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
+    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    output = tl.fma(output, tl.broadcast_to(decay[:, None], output.shape), product)
     return new_maximum, total, output
 
 
@@ -53,17 +54,23 @@ def _load(pointers, mask, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _cached_tiles(
-    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, maximum, total, output,
-    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, before_maximum, before_total,
+    before_output,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr, TILES_PER_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first…stop that lie whole in the cache of one (slot, key head)."""
+    """Tiles first…stop that lie whole in the cache of one (slot, key head): the states before the last split, and its.
+
+    SEQUENTIAL: whole splits go to the states before. One loop, so that tiles are on their way across ends of splits.
+    """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
     inside = columns < WIDTH
     position = first * TILE + offsets
     keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
     values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
-    for _ in range(first, stop):
+    maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    for tile in range(first, stop):
         keys = _load(keys_at, inside[:, None], WIDTH == PADDED_WIDTH)
         values = _load(values_at, inside[None, :], WIDTH == PADDED_WIDTH)
         present = (position >= first_key)[None, :]
@@ -71,7 +78,13 @@ def _cached_tiles(
         values_at += tile_stride
         position += TILE
         maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
-    return maximum, total, output
+        if SEQUENTIAL:
+            if tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1:
+                before_maximum, before_total, before_output = _merge(
+                    before_maximum, before_total, before_output, maximum, total, output
+                )
+                maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    return before_maximum, before_total, before_output, maximum, total, output
 
 
 @triton.jit
@@ -98,7 +111,7 @@ def _own_tile(
     present &= (start - block_at + offsets >= first_key)[None, :] | (offsets[None, :] == itself[:, None])
     position = tl.where(is_own, offsets - block_at, 0)
     last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
-    for member in range(first_row // (L * GROUP), last_row // (L * GROUP) + 1):
+    for member in tl.range(first_row // (L * GROUP), last_row // (L * GROUP) + 1, num_stages=1):
         segment = tl.load(segments + first_segment + member).to(tl.int64)
         own_row = segment * L + position
         if MAPPED:
@@ -200,26 +213,17 @@ def attention_kernel(
     last_split = own_tile // TILES_PER_SPLIT
     maximum, total, output = _empty(ROWS, PADDED_WIDTH)
     state_row = packed * num_heads + head
-    if SEQUENTIAL:
-        for split in range(last_split):
-            next_maximum, next_total, next_output = _empty(ROWS, PADDED_WIDTH)
-            next_maximum, next_total, next_output = _cached_tiles(
-                queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-                (split + 1) * TILES_PER_SPLIT, first_key, scale, next_maximum, next_total, next_output,
-                WIDTH, PADDED_WIDTH, TILE,
-            )  # fmt: skip
-            maximum, total, output = _merge(maximum, total, output, next_maximum, next_total, next_output)
-        split = last_split
-    else:
+    first_tile = 0
+    split = last_split
+    if not SEQUENTIAL:
         split = tl.program_id(2)
+        first_tile = split * TILES_PER_SPLIT
         if split > last_split:
             return
-    within_maximum, within_total, within_output = _empty(ROWS, PADDED_WIDTH)
-    within_maximum, within_total, within_output = _cached_tiles(
-        queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale,
-        within_maximum, within_total, within_output,
-        WIDTH, PADDED_WIDTH, TILE,
+    maximum, total, output, within_maximum, within_total, within_output = _cached_tiles(
+        queries, cached_keys, cached_values, tile_stride, first_tile,
+        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale, maximum, total, output,
+        WIDTH, PADDED_WIDTH, TILE, TILES_PER_SPLIT, ROWS, SEQUENTIAL,
     )  # fmt: skip
     if not BOUNDARY:
         if split == last_split:

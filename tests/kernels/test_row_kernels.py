@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 
 from dlmgrid.kernels.embedding import embed as embed_twin
 from dlmgrid.kernels.embedding.kernel import embed
+from dlmgrid.kernels.operators import torch_operators, triton_operators
 from dlmgrid.kernels.rmsnorm import head_rms_norm
 from dlmgrid.kernels.rmsnorm import rms_norm as rms_norm_twin
 from dlmgrid.kernels.rmsnorm.kernel import rms_norm
@@ -78,6 +79,20 @@ def test_gated_activation(
     result = silu_gate(gate_up)
     assert_near(result, silu_gate_twin(gate_up.float()))
     assert torch.equal(silu_gate(gate_up[3:4]), result[3:4])
+
+
+def test_fast_products_have_the_values_of_the_twins(
+    triton_device: torch.device, float_type: torch.dtype, assert_near: Any
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, residual = (
+        torch.randn(size, generator=generator).to(triton_device, float_type)
+        for size in ((5, 48), (64, 48), (5, 64))
+    )
+    fast, twins = triton_operators("fast"), torch_operators("exact")
+    expected = twins.linear_residual(x.float(), weight.float(), residual.float())
+    assert_near(fast.linear_residual(x, weight, residual), expected)
+    assert_near(fast.linear_silu_gate(x, weight), twins.linear_silu_gate(x.float(), weight.float()))
 
 
 @pytest.mark.parametrize("width", [1, 63, 1500])
