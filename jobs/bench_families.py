@@ -1,14 +1,15 @@
 """Every published shape, loaded and decoded: do all models run here, how fast, in how much memory?
 
 usage: python -m dlmgrid.jobs.bench_families [--models NAME …] [--device cpu|cuda] [--dtype bfloat16]
-                                             [--numerics exact|fast] [--gen-length 64] [--budget 6]
-                                             [--folder DIR] [--out FILE.json]
+                                             [--numerics exact|fast] [--kernels torch|triton] [--gen-length 64]
+                                             [--budget 6] [--folder DIR] [--out FILE.json]
 
 For each known model a checkpoint of its full shape is written with random weights, shard by shard, and read the way a
 real one is; two prompts are decoded draft-free and with drafted chains under the family's published rule, every row
 compared with its serialized run; then the checkpoint is deleted. One line a model: verdict, milliseconds of a
 forward of one sample, peak memory of device and host. Random weights say nothing of acceptance. The folder needs room
-for the largest model's files. Needs torch, no network.
+for the largest model's files. Bidirectional families run on the torch twins, whatever ``--kernels`` says: no other
+kernels have attention over a canvas. Needs torch, no network.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ import pyarrow.parquet as pq
 import torch
 
 import dlmgrid
+from dlmgrid.kernels.operators import KERNELS
 from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.engine.family_engine import is_bidirectional
 from dlmgrid.workers.engine.model_head import DTYPES, NUMERICS
 from dlmgrid.workers.errors import DlmgridError
 from dlmgrid.workers.items import Item, write_items
@@ -55,12 +58,14 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--numerics", default="fast", choices=NUMERICS)
+    parser.add_argument("--numerics", default="exact", choices=NUMERICS)
+    parser.add_argument("--kernels", choices=KERNELS, help="default: triton on a GPU, else torch")
     parser.add_argument("--gen-length", type=int, default=64)
     parser.add_argument("--budget", type=int, default=6)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=Path("out/bench_families.json"))
     arguments = parser.parse_args()
+    arguments.kernels = arguments.kernels or ("triton" if arguments.device.startswith("cuda") else "torch")
     rows = []
     for model in known_models():
         if model.name in arguments.models:
@@ -71,6 +76,7 @@ def main() -> int:
         "device": device_name(arguments.device),
         "dtype": arguments.dtype,
         "numerics": arguments.numerics,
+        "kernels": arguments.kernels,
         "gen_length": arguments.gen_length,
         "budget": arguments.budget,
         "versions": {"dlmgrid": dlmgrid.__version__, "torch": torch.__version__},
@@ -86,6 +92,7 @@ def main() -> int:
 def bench_model(name: str, config: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """One line of the table; an error that a model ends in is its line, and the next model is tried."""
     row: dict[str, Any] = {"model": name, "parameters": config.num_parameters}
+    row["kernels"] = "torch" if is_bidirectional(config) else arguments.kernels
     folder = Path(tempfile.mkdtemp(prefix="dlmgrid-shape-", dir=arguments.folder))
     is_cuda = arguments.device.startswith("cuda")
     try:
@@ -126,6 +133,7 @@ def _decode(folder: Path, name: str, config: ModelConfig, arguments: argparse.Na
         gen_length=arguments.gen_length,
         stop="none",
         numerics=arguments.numerics,
+        kernels="torch" if is_bidirectional(config) else arguments.kernels,
         dtype=arguments.dtype,
         cache=config.caches[0],
         **config.published_decoder(),

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlmgrid.kernels.gemm.kernel import all_chunks, silu
+from dlmgrid.kernels.gemm.epilogue import silu
+from dlmgrid.kernels.gemm.pointer_kernel import all_chunks
 from dlmgrid.kernels.gemm.reference import CHUNK_WIDTH
 from dlmgrid.kernels.gemm.tiles import NARROW, STEP_WIDTH
 from dlmgrid.kernels.triton_support import check_float_type, check_one_device, power_of_two

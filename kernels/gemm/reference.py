@@ -21,8 +21,8 @@ PANEL_ROWS = 32
 """Rows of a panel. Callers that keep R a multiple of it pay nothing for padding."""
 
 CHUNK_WIDTH = 1024
-"""Width of a chunk of K. Models with a hidden size up to 1024 have one chunk in all products but the last of
-the MLP; a kernel that splits K over programs cuts it at multiples of this."""
+"""Width of a chunk of K here. The Triton products have their own (``tiles``): sets of kernels are never compared bit
+for bit."""
 
 
 def pad_rows(x: Tensor, multiple: int = PANEL_ROWS) -> Tensor:
@@ -45,10 +45,15 @@ def column_major(weight: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    chunk_width: int = CHUNK_WIDTH,
 ) -> Tensor:
     """``x`` [R, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]: [R, N] in ``out_dtype`` (that of
-    ``x``).
+    ``x``), in chunks of ``chunk_width`` columns of K.
 
     Inputs fp32 or bf16; products and sums in fp32; one rounding at the end. On CUDA the rows go through whole
     and only the chunks are kept: equal bits are not promised there by this twin.
@@ -58,8 +63,8 @@ def linear(
     out_dtype = out_dtype or x.dtype
     panels = x if x.is_cuda else pad_rows(x)
     total: Tensor | None = None
-    for start in range(0, width, CHUNK_WIDTH):
-        stop = min(start + CHUNK_WIDTH, width)
+    for start in range(0, width, chunk_width):
+        stop = min(start + chunk_width, width)
         product = _product_cuda if x.is_cuda else _product_panels
         chunk = product(panels[:, start:stop], weight[:, start:stop])
         total = chunk if total is None else total.add_(chunk)

@@ -94,9 +94,9 @@ class Level(NamedTuple):
     """One state of each of A samples, and what its R rows say, all on the control device.
 
     ``states`` int32 and ``masked`` bool [A, L]; ``commit_counts`` int64 [A]; ``row_of`` int64 [R] into the A samples
-    and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the token
-    is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or of all)
-    give the summary and what the head read; ``likeliest`` what would be drawn without noise.
+    and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the
+    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or
+    of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
     """
 
     states: Tensor
@@ -158,6 +158,17 @@ class RowReader:
         else:
             passed = rows_of_pass(self._ahead, self._ahead_index[samples, node][masked])
         return self._from_pass(samples, place, rows, passed)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the rows of every node have been read."""
+        return self._ahead is not None
+
+    def read_all(self) -> tuple[Tensor, Tensor, Level]:
+        """Every node that has masks left as one level: samples int64 [A] and nodes int64 [A], and the level."""
+        masked = (self._tree.tokens == MASKED).any(dim=-1) & self._tree.is_node()
+        samples, nodes = masked.nonzero(as_tuple=True)
+        return samples, nodes, self.read(samples, nodes, torch.zeros_like(nodes))
 
     def _read_ahead(self, predictor: Predictor) -> None:
         tree = self._tree

@@ -131,6 +131,11 @@ def walk(
         keys=keys,
     )
     steps = [WalkedSteps() for _ in range(num_samples)]
+    if reader.is_ahead and on_step is None and transition.product_tau is None and rule.select_step is None:
+        last = _walk_all(reader, transition, tree, roots, steps, has_stopped)
+        if snapshots is not None:
+            last.store(snapshots, snapshot_rows)
+        return roots, steps
     active = torch.arange(num_samples, device=device)
     node = torch.zeros(num_samples, dtype=torch.int64, device=device)
     while active.numel():
@@ -152,7 +157,7 @@ def walk(
         digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
             0, level.row_of, commit_hashes(level.positions, level.digests)
         )
-        _record(steps, active, step, digests)
+        _record(steps, active.tolist(), step, digests)
 
         following = step.following
         if on_step is not None:
@@ -198,12 +203,97 @@ class _Step(NamedTuple):
     following: Tensor
     chosen: _Chosen
 
+    def at(self, states: Tensor) -> _Step:
+        """The steps of some states, int64 [B]."""
+        chosen = _Chosen(*(part[states] for part in self.chosen))
+        return _Step(self.selected[states], self.following[states], chosen)
 
-def _choose(level: Level, drawn: Drawn, is_argmax: Tensor) -> _Chosen:
-    """What was drawn, by position. Raises FloatingPointError where a probability is not finite."""
+
+@dataclass(frozen=True, slots=True)
+class _LastStates:
+    """The last state of each walk whose block is not complete: ``samples`` int64 [E] and their places int64 [E] in
+    ``level``."""
+
+    level: Level
+    samples: Tensor
+    places: Tensor
+
+    def store(self, snapshots: Snapshots, snapshot_rows: Tensor) -> None:
+        """Keep what the pass said of these states as the samples' snapshots."""
+        if not self.samples.numel():
+            return
+        level = self.level
+        sample_of = torch.full((level.states.shape[0],), -1, dtype=torch.int64, device=self.samples.device)
+        sample_of[self.places] = self.samples
+        owners = sample_of[level.row_of]
+        rows = owners >= 0
+        snapshots.store(
+            snapshot_rows[self.samples],
+            level.masked[self.places],
+            snapshot_rows[owners[rows]],
+            level.positions[rows],
+            level.summary(rows),
+            None if snapshots.hidden is None else level.hidden(rows).to(snapshots.hidden.device),
+        )
+
+
+def _walk_all(
+    reader: RowReader,
+    transition: TransitionRule,
+    tree: DraftTree,
+    roots: Tensor,
+    steps: list[WalkedSteps],
+    has_stopped: Callable[[Tensor, Tensor], Tensor] | None,
+) -> _LastStates:
+    """The walk where every node's rows are read: all transitions at once, then each sample's way through them.
+
+    Fills ``roots`` [S, L] and ``steps``.
+    """
+    samples, nodes, level = reader.read_all()
+    no_step = torch.zeros_like(nodes)
+    step = _step(
+        transition.rule, level.states, _choose(level, level.drawn, level.is_argmax, checks=False), no_step
+    )
+    following = step.following
+    digests = no_step.index_add(0, level.row_of, commit_hashes(level.positions, level.digests))
+    left = num_masked(following)
+    goes_on = left > 0
+    if has_stopped is not None:
+        goes_on &= ~has_stopped(samples, following)
+    place = torch.full(tree.hashes.shape, -1, dtype=torch.int64, device=nodes.device)
+    place[samples, nodes] = torch.arange(nodes.numel(), device=nodes.device)
+    found, walks_on, places = tree.find(samples, following).tolist(), goes_on.tolist(), place.tolist()
+    visited: list[int] = []
+    owners: list[int] = []
+    ends: list[int] = []
+    for sample, own in enumerate(places):
+        at = own[0]
+        visited.append(at)
+        while found[at] >= 0 and walks_on[at]:
+            at = own[found[at]]
+            visited.append(at)
+        owners += [sample] * (len(visited) - len(owners))
+        ends.append(at)
+    path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
+    if not bool(torch.isfinite(step.chosen.probability[path]).all()):
+        raise FloatingPointError(NOT_FINITE)
+    _record(steps, owners, step.at(path), digests[path])
+    last = torch.tensor(ends, dtype=torch.int64, device=nodes.device)
+    roots[:] = following[last]
+    kept = [sample for sample, at in enumerate(ends) if found[at] < 0]
+    kept_samples = torch.tensor(kept, dtype=torch.int64, device=nodes.device)
+    kept_samples = kept_samples[left[last[kept_samples]] > 0]
+    return _LastStates(level, kept_samples, last[kept_samples])
+
+
+NOT_FINITE = "the model's logits are not finite at a state of this item"
+
+
+def _choose(level: Level, drawn: Drawn, is_argmax: Tensor, *, checks: bool = True) -> _Chosen:
+    """What was drawn, by position. Raises FloatingPointError where a probability is not finite, if it ``checks``."""
     choice, states = drawn.choice, level.states
-    if not bool(torch.isfinite(choice.probabilities).all()):
-        raise FloatingPointError("the model's logits are not finite at a state of this item")
+    if checks and not bool(torch.isfinite(choice.probabilities).all()):
+        raise FloatingPointError(NOT_FINITE)
     at = (level.row_of, level.positions)
     confidence = torch.full(states.shape, -torch.inf, device=states.device)
     confidence[at] = drawn.confidence
@@ -260,9 +350,10 @@ def _largest_admissible(tree: DraftTree, states: Tensor, chosen: _Chosen, step: 
     return _where(is_larger, drafted, step)
 
 
-def _record(steps: list[WalkedSteps], active: Tensor, step: _Step, digests: Tensor) -> None:
+def _record(steps: list[WalkedSteps], samples: list[int], step: _Step, digests: Tensor) -> None:
+    """Append the steps of A states, those of one sample in order, to the ``samples`` they belong to."""
     selected, following, chosen = step
-    commits: list[list[tuple[int, int, float]]] = [[] for _ in range(active.shape[0])]
+    commits: list[list[tuple[int, int, float]]] = [[] for _ in samples]
     which, position = selected.nonzero(as_tuple=True)
     for row, at, token, margin in zip(
         which.tolist(),
@@ -273,9 +364,7 @@ def _record(steps: list[WalkedSteps], active: Tensor, step: _Step, digests: Tens
     ):
         commits[row].append((at, token, margin))
     num_argmax = (selected & chosen.is_argmax).sum(dim=1).tolist()
-    for sample, made, digest, likeliest in zip(
-        active.tolist(), commits, digests.tolist(), num_argmax, strict=True
-    ):
+    for sample, made, digest, likeliest in zip(samples, commits, digests.tolist(), num_argmax, strict=True):
         steps[sample].commits.append(tuple((at, token) for at, token, _ in made))
         steps[sample].margins.append(tuple(margin for _, _, margin in made))
         steps[sample].digests.append(f"{digest % 2**64:016x}")
