@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlmgrid.kernels.gemm.kernel import silu
+from dlmgrid.kernels.gemm.epilogue import silu
 from dlmgrid.kernels.triton_support import check_float_type, check_rows_contiguous, power_of_two
 
 _TILE = 1024
