@@ -35,6 +35,7 @@ class Operators:
         linear: (x [R, K], weight [N, K], bias [N] or None, out_dtype=None) to [R, N].
         linear_residual: (x, weight, residual [R, N]) to [R, N]; ``residual`` may be overwritten.
         linear_silu_gate: (x, weight [2N, K]) to [R, N], silu(gate) * up.
+        silu_gate: (gate and up [R, 2N]) to [R, N], silu(gate) * up.
         rms_norm: (x [R, H], weight, eps) to [R, H].
         norm_rotary: (x [R, heads, d], weight [heads, d] or None, cosines [R, r/2], sines, eps) to [R, heads, d].
         embed: (tokens [R], weight [V, H], mask id) to [R, H].
@@ -49,6 +50,7 @@ class Operators:
     linear: Callable[..., Tensor]
     linear_residual: Callable[[Tensor, Tensor, Tensor], Tensor]
     linear_silu_gate: Callable[[Tensor, Tensor], Tensor]
+    silu_gate: Callable[[Tensor], Tensor]
     rms_norm: Callable[..., Tensor]
     norm_rotary: Callable[[Tensor, Tensor | None, Tensor, Tensor, float], Tensor]
     embed: Callable[[Tensor, Tensor, int], Tensor]
@@ -67,6 +69,7 @@ def torch_operators(numerics: str) -> Operators:
         linear=product,
         linear_residual=lambda x, weight, residual: product(x, weight).add_(residual),
         linear_silu_gate=lambda x, weight: silu_gate(product(x, weight)),
+        silu_gate=silu_gate,
         rms_norm=rms_norm,
         norm_rotary=_norm_rotary,
         embed=embed,
@@ -83,7 +86,7 @@ def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tenso
 
 
 def triton_operators(numerics: str) -> Operators:
-    """The Triton kernels; under ``fast`` with the vendor's products where no epilogue is fused."""
+    """The Triton kernels; under ``fast`` with the vendor's products."""
     from dlmgrid.kernels.attention.launch import block_attention as triton_attention
     from dlmgrid.kernels.attention.launch_plan import LaunchPlan
     from dlmgrid.kernels.cache_write.kernel import write_blocks as triton_write_blocks
@@ -93,12 +96,24 @@ def triton_operators(numerics: str) -> Operators:
     from dlmgrid.kernels.logits.kernel import logits_pass as triton_logits_pass
     from dlmgrid.kernels.rmsnorm.kernel import rms_norm as triton_rms_norm
     from dlmgrid.kernels.rotary.kernel import norm_rotary
+    from dlmgrid.kernels.silu_gate.kernel import silu_gate as triton_silu_gate
+
+    def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        if numerics == "exact":
+            return triton_linear(x, weight, residual=residual)
+        return torch.addmm(residual, x, weight.T)
+
+    def linear_silu_gate(x: Tensor, weight: Tensor) -> Tensor:
+        if numerics == "exact":
+            return triton_linear(x, weight, gated=True)
+        return triton_silu_gate(linear_vendor(x, weight))
 
     return Operators(
         name="triton",
         linear=triton_linear if numerics == "exact" else linear_vendor,
-        linear_residual=lambda x, weight, residual: triton_linear(x, weight, residual=residual),
-        linear_silu_gate=lambda x, weight: triton_linear(x, weight, gated=True),
+        linear_residual=linear_residual,
+        linear_silu_gate=linear_silu_gate,
+        silu_gate=triton_silu_gate,
         rms_norm=triton_rms_norm,
         norm_rotary=lambda x, weight, cosines, sines, eps: norm_rotary(x, weight, cosines, sines, None, eps),
         embed=triton_embed,

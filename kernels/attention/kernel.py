@@ -26,43 +26,65 @@ def _step(queries, keys, values, present, scale, maximum, total, output):
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     decay = tl.exp(maximum - new_maximum)
     weights = tl.exp(scores - new_maximum[:, None])
-    total = total * decay + tl.sum(weights, 1)
-    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
+    total = tl.fma(total, decay, tl.sum(weights, 1))
+    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    output = tl.fma(output, tl.broadcast_to(decay[:, None], output.shape), product)
     return new_maximum, total, output
 
 
 @triton.jit
 def _merge(maximum, total, output, next_maximum, next_total, next_output):
-    """Two splits, the earlier one first; one of them may be empty, not both."""
+    """Two splits, the earlier one first; one of them may be empty, not both.
+
+    An empty one changes no bit. Which product is fused into the sum is spelled out: it must not differ between kernels.
+    """
     joint = tl.maximum(maximum, next_maximum)
     first = tl.exp(maximum - joint)
     second = tl.exp(next_maximum - joint)
-    total = total * first + next_total * second
-    output = output * first[:, None] + next_output * second[:, None]
+    total = tl.fma(total, first, next_total * second)
+    output = tl.fma(output, tl.broadcast_to(first[:, None], output.shape), next_output * second[:, None])
     return joint, total, output
 
 
 @triton.jit
+def _load(pointers, mask, IS_WHOLE: tl.constexpr):
+    """A tile of keys or values; ``mask`` is needed where the head width is padded only."""
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
 def _cached_tiles(
-    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, maximum, total, output,
-    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
+    queries, cached_keys, cached_values, tile_stride, first, stop, first_key, scale, before_maximum, before_total,
+    before_output,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr, TILES_PER_SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first…stop that lie whole in the cache of one (slot, key head)."""
+    """Tiles first…stop that lie whole in the cache of one (slot, key head): the states before the last split, and its.
+
+    SEQUENTIAL: whole splits go to the states before. One loop, so that tiles are on their way across ends of splits.
+    """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
     inside = columns < WIDTH
     position = first * TILE + offsets
     keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
     values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
-    for _ in range(first, stop):
-        keys = tl.load(keys_at, mask=inside[:, None], other=0.0)
-        values = tl.load(values_at, mask=inside[None, :], other=0.0)
+    maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    for tile in range(first, stop):
+        keys = _load(keys_at, inside[:, None], WIDTH == PADDED_WIDTH)
+        values = _load(values_at, inside[None, :], WIDTH == PADDED_WIDTH)
         present = (position >= first_key)[None, :]
         keys_at += tile_stride
         values_at += tile_stride
         position += TILE
         maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
-    return maximum, total, output
+        if SEQUENTIAL:
+            if tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1:
+                before_maximum, before_total, before_output = _merge(
+                    before_maximum, before_total, before_output, maximum, total, output
+                )
+                maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    return before_maximum, before_total, before_output, maximum, total, output
 
 
 @triton.jit
@@ -82,46 +104,44 @@ def _own_tile(
     columns = tl.arange(0, PADDED_WIDTH)
     inside = columns < WIDTH
     block_at = start % TILE
-    is_cached = offsets < block_at
-    is_own = (offsets >= block_at) & (offsets < block_at + L)
+    is_held = offsets < block_at + L
+    is_own = (offsets >= block_at) & is_held
     itself = block_at + in_block
-    present = (offsets < block_at + L)[None, :] & ((causal == 0) | (offsets[None, :] <= itself[:, None]))
+    present = is_held[None, :] & ((causal == 0) | (offsets[None, :] <= itself[:, None]))
     present &= (start - block_at + offsets >= first_key)[None, :] | (offsets[None, :] == itself[:, None])
     position = tl.where(is_own, offsets - block_at, 0)
     last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
-    for member in range(first_row // (L * GROUP), last_row // (L * GROUP) + 1):
+    for member in tl.range(first_row // (L * GROUP), last_row // (L * GROUP) + 1, num_stages=1):
         segment = tl.load(segments + first_segment + member).to(tl.int64)
         own_row = segment * L + position
         if MAPPED:
             own_row = tl.load(row_map + own_row, mask=is_own, other=0).to(tl.int64)
-        own_at = own_row * own_stride + kv_head * own_head_stride
-        own_values_at = own_row * value_stride + kv_head * value_head_stride
-        cache_at = offsets * WIDTH
+        keys_at = tl.where(
+            is_own, keys + (own_row * own_stride + kv_head * own_head_stride), cached_keys + offsets * WIDTH
+        )
+        values_at = tl.where(
+            is_own,
+            values + (own_row * value_stride + kv_head * value_head_stride),
+            cached_values + offsets * WIDTH,
+        )
         key_tile = tl.load(
-            cached_keys + cache_at[None, :] + columns[:, None],
-            mask=is_cached[None, :] & inside[:, None], other=0.0,
-        )  # fmt: skip
-        own_keys = tl.load(
-            keys + own_at[None, :] + columns[:, None], mask=is_own[None, :] & inside[:, None], other=0.0
+            keys_at[None, :] + columns[:, None], mask=is_held[None, :] & inside[:, None], other=0.0
         )
         value_tile = tl.load(
-            cached_values + cache_at[:, None] + columns[None, :],
-            mask=is_cached[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        own_values = tl.load(
-            values + own_values_at[:, None] + columns[None, :],
-            mask=is_own[:, None] & inside[None, :],
-            other=0.0,
+            values_at[:, None] + columns[None, :], mask=is_held[:, None] & inside[None, :], other=0.0
         )
-        key_tile = tl.where(is_own[None, :], own_keys, key_tile)
-        value_tile = tl.where(is_own[:, None], own_values, value_tile)
-        new_maximum, new_total, new_output = _step(
-            queries, key_tile, value_tile, present, scale, maximum, total, output
-        )
-        chosen = in_group == member
-        maximum = tl.where(chosen, new_maximum, maximum)
-        total = tl.where(chosen, new_total, total)
-        output = tl.where(chosen[:, None], new_output, output)
+        if L * GROUP % ROWS == 0:  # a row tile lies in one segment
+            maximum, total, output = _step(
+                queries, key_tile, value_tile, present, scale, maximum, total, output
+            )
+        else:
+            new_maximum, new_total, new_output = _step(
+                queries, key_tile, value_tile, present, scale, maximum, total, output
+            )
+            chosen = in_group == member
+            maximum = tl.where(chosen, new_maximum, maximum)
+            total = tl.where(chosen, new_total, total)
+            output = tl.where(chosen[:, None], new_output, output)
     return maximum, total, output
 
 
@@ -133,13 +153,14 @@ def _empty(ROWS: tl.constexpr, PADDED_WIDTH: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(
-    tiles, segments, tile_id, kv_head,
+    tiles, segments, tile_id, skipped, kv_head,
     L: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the plan says of a row tile, and of each of its rows: the packed row, the query head, its segment."""
+    """What the plan says of ROWS rows of a row tile from row ``skipped`` on, and of each of them: the packed row, the
+    query head, its segment."""
     entry = tiles + tile_id * FIELDS
     first_segment = tl.load(entry)
-    first_row = tl.load(entry + 1)
+    first_row = tl.load(entry + 1) + skipped
     num_group_rows = tl.load(entry + 2)
     slot = tl.load(entry + 3)
     start = tl.load(entry + 4)
@@ -171,11 +192,13 @@ def attention_kernel(
 
     SEQUENTIAL: all splits of a row tile in one program. Otherwise split s of the grid's third axis goes into entry s
     of the states [splits, rows, ...]. BOUNDARY: the own tile is left out and the states before it are kept, the
-    merged splits before the last in entry 0, the last split's in entry 1.
+    merged splits before the last in entry 0, the last split's in entry 1. A tile of no rows pads the plan.
     """
     kv_head = tl.program_id(1)
-    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    if num_group_rows == 0:
+        return
     held, in_group, in_block, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
@@ -190,26 +213,17 @@ def attention_kernel(
     last_split = own_tile // TILES_PER_SPLIT
     maximum, total, output = _empty(ROWS, PADDED_WIDTH)
     state_row = packed * num_heads + head
-    if SEQUENTIAL:
-        for split in range(last_split):
-            next_maximum, next_total, next_output = _empty(ROWS, PADDED_WIDTH)
-            next_maximum, next_total, next_output = _cached_tiles(
-                queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-                (split + 1) * TILES_PER_SPLIT, first_key, scale, next_maximum, next_total, next_output,
-                WIDTH, PADDED_WIDTH, TILE,
-            )  # fmt: skip
-            maximum, total, output = _merge(maximum, total, output, next_maximum, next_total, next_output)
-        split = last_split
-    else:
+    first_tile = 0
+    split = last_split
+    if not SEQUENTIAL:
         split = tl.program_id(2)
+        first_tile = split * TILES_PER_SPLIT
         if split > last_split:
             return
-    within_maximum, within_total, within_output = _empty(ROWS, PADDED_WIDTH)
-    within_maximum, within_total, within_output = _cached_tiles(
-        queries, cached_keys, cached_values, tile_stride, split * TILES_PER_SPLIT,
-        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale,
-        within_maximum, within_total, within_output,
-        WIDTH, PADDED_WIDTH, TILE,
+    maximum, total, output, within_maximum, within_total, within_output = _cached_tiles(
+        queries, cached_keys, cached_values, tile_stride, first_tile,
+        tl.minimum((split + 1) * TILES_PER_SPLIT, own_tile), first_key, scale, maximum, total, output,
+        WIDTH, PADDED_WIDTH, TILE, TILES_PER_SPLIT, ROWS, SEQUENTIAL,
     )  # fmt: skip
     if not BOUNDARY:
         if split == last_split:
@@ -218,8 +232,7 @@ def attention_kernel(
                 queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
                 cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale,
                 within_maximum, within_total, within_output, own_stride, own_head_stride,
-    value_stride, value_head_stride,
-                L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
+                value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
     if SEQUENTIAL and not BOUNDARY:
         maximum, total, output = _merge(maximum, total, output, within_maximum, within_total, within_output)
@@ -247,28 +260,43 @@ def merge_kernel(
     num_heads, num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, BOUNDARY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, key heads): the splits of each row in ascending order."""
-    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), tl.program_id(1), L, GROUP, FIELDS, ROWS)
+    """Grid (row tiles, key heads, parts of a row tile of ROWS rows): the splits of each row in ascending order."""
+    where, rows = _rows_of_tile(
+        tiles, segments, tl.program_id(0), tl.program_id(2) * ROWS, tl.program_id(1), L, GROUP, FIELDS, ROWS
+    )
     start = where[4]
+    if where[1] >= where[2]:
+        return
     held, _, _, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     state_row = packed * num_heads + head
     last_split = start // TILE // TILES_PER_SPLIT
     maximum, total, output = _empty(ROWS, PADDED_WIDTH)
-    at = state_row
-    for _ in range(last_split):
-        maximum, total, output = _merge(
-            maximum, total, output,
-            tl.load(split_max + at, mask=held, other=0.0),
-            tl.load(split_total + at, mask=held, other=1.0),
-            tl.load(split_out + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0),
-        )  # fmt: skip
-        at += num_states
-    last_maximum = tl.load(split_max + at, mask=held, other=0.0)
-    last_total = tl.load(split_total + at, mask=held, other=1.0)
-    last_output = tl.load(split_out + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    outputs_at = split_out + state_row[:, None] * WIDTH + columns[None, :]
+    plane = num_states.to(tl.int64)
+    if last_split > 0:
+        # the first split always; then AT_ONCE are on their way together, what lies past the last whole one is empty
+        maximum = tl.load(split_max + state_row, mask=held, other=0.0)
+        total = tl.load(split_total + state_row, mask=held, other=1.0)
+        output = tl.load(outputs_at, mask=mask, other=0.0)
+        for first in range(1, last_split, AT_ONCE):
+            for ahead in tl.static_range(AT_ONCE):
+                split = first + ahead
+                is_whole = split < last_split
+                at = split * plane
+                maximum, total, output = _merge(
+                    maximum, total, output,
+                    tl.load(split_max + at + state_row, mask=held & is_whole, other=-float("inf")),
+                    tl.load(split_total + at + state_row, mask=held & is_whole, other=0.0),
+                    tl.load(outputs_at + at * WIDTH, mask=mask & is_whole, other=0.0),
+                )  # fmt: skip
+    at = last_split * plane
+    last_maximum = tl.load(split_max + at + state_row, mask=held, other=0.0)
+    last_total = tl.load(split_total + at + state_row, mask=held, other=1.0)
+    last_output = tl.load(outputs_at + at * WIDTH, mask=mask, other=0.0)
     if BOUNDARY:
         tl.store(state_max + state_row, maximum, mask=held)
         tl.store(state_total + state_row, total, mask=held)
@@ -297,8 +325,10 @@ def own_block_kernel(
 ):  # fmt: skip
     """Grid (row tiles, key heads): the own tile on top of the states that ``row_map`` points each row to."""
     kv_head = tl.program_id(1)
-    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), kv_head, L, GROUP, FIELDS, ROWS)
+    where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
+    if num_group_rows == 0:
+        return
     held, in_group, in_block, packed, head = rows
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]

@@ -23,6 +23,11 @@ from dlmgrid.kernels.triton_support import (
 HEAD_WIDTHS = (64, 80, 96, 128, 192)
 """Head widths that are tested; others are refused."""
 
+_STAGES = 3
+
+_MERGED_ROWS, _MERGED_AT_ONCE = 8, 4
+"""Rows of a program that merges splits, and the splits it reads ahead; no bit depends on either."""
+
 
 def block_attention(
     queries: Tensor,
@@ -176,9 +181,9 @@ def _launch(
         num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries),
     )  # fmt: skip
     if not sequential:
-        merge_kernel[(num_tiles, num_kv_heads)](
+        merge_kernel[(num_tiles, num_kv_heads, plan.ROWS // _MERGED_ROWS)](
             *split_states, result, sums, *states, plan.tiles(group), plan.segments, num_heads, num_states,
-            **sizes, **common, num_warps=4,
+            **{**sizes, "ROWS": _MERGED_ROWS}, **common, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
 
 
@@ -190,9 +195,11 @@ def _sizes(length: int, group: int, width: int, plan: LaunchPlan) -> dict[str, i
 
 
 def _options(queries: Tensor) -> dict[str, int]:
-    """Pinned: four warps; two stages where the tiles of keys and values fit twice into shared memory."""
-    wide = queries.shape[-1] > 128 and queries.dtype == torch.float32
-    return {"num_warps": 4, "num_stages": 1 if wide else 2}
+    """Pinned: four warps; three stages of 16-bit tiles of keys and values, fewer where they fill shared memory."""
+    width = power_of_two(queries.shape[-1])
+    if queries.dtype == torch.float32:
+        return {"num_warps": 4, "num_stages": 1 if width > 128 else 2}
+    return {"num_warps": 4, "num_stages": _STAGES if width <= 128 else 2}
 
 
 def _check_plan(num: int, length: int, plan: LaunchPlan) -> None:

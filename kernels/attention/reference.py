@@ -8,8 +8,8 @@ TILE_KEYS, d]: position p of a slot is key p % TILE_KEYS of tile p // TILE_KEYS.
 Reduction tree, fixed by absolute positions alone:
 
     tile    TILE_KEYS keys from a multiple of TILE_KEYS; absent keys score -inf
-    split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018),
-    from zero row     its splits merged in ascending order
+    split   SPLIT_KEYS keys: its tiles in ascending order by online softmax (Milakov and Gimelshein 2018), from zero
+    row     its splits merged in ascending order
 
 Two things may narrow what a segment sees: its first ``first_key`` keys are absent (blocks that start at a prompt's end
 are moved onto the grid by as many), and in a ``causal`` segment a query sees its own block up to itself.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 TILE_KEYS = 64
-SPLIT_KEYS = 512
+SPLIT_KEYS = 256
 TILES_PER_SPLIT = SPLIT_KEYS // TILE_KEYS
 
 _KEYS_AT_ONCE = 1 << 12

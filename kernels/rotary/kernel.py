@@ -21,38 +21,57 @@ from dlmgrid.kernels.triton_support import (
     power_of_two,
 )
 
+_HEADS = 8  # heads of a program
+
 
 @triton.jit
 def _norm_rotary_kernel(
-    x, weight, cosines, sines, positions, out, x_stride, x_head_stride, eps,
-    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    x, weight, cosines, sines, positions, out, x_stride, x_head_stride, num_heads, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): all heads of a row."""
+    """Grid (rows, tiles of heads). IS_WHOLE: all of a head is turned, and half of it is a power of two."""
     row = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, PADDED_HEADS)[:, None]
-    columns = tl.arange(0, PADDED)[None, :]
-    held = (heads < HEADS) & (columns < WIDTH)
-    is_low = columns < HALF
-    is_turned = columns < 2 * HALF
-    partner = tl.where(is_low, columns + HALF, tl.where(is_turned, columns - HALF, columns))
-    at = x + row * x_stride + heads * x_head_stride
-    values = tl.load(at + columns, mask=held, other=0.0).to(tl.float32)
-    others = tl.load(at + partner, mask=held, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
-        weights = weight + heads * WIDTH
-        values = values * scale[:, None] * tl.load(weights + columns, mask=held, other=0.0).to(tl.float32)
-        others = others * scale[:, None] * tl.load(weights + partner, mask=held, other=0.0).to(tl.float32)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     position = row
     if HAS_POSITIONS:
         position = tl.load(positions + row).to(tl.int64)
-    angle = position * HALF + columns % HALF
-    cosine = tl.load(cosines + angle, mask=is_turned, other=1.0)
-    sine = tl.load(sines + angle, mask=is_turned, other=0.0)
-    turned = values * cosine + tl.where(is_low, -others, others) * sine
-    result = tl.where(is_turned, turned, values)
-    tl.store(out + (row * HEADS + heads) * WIDTH + columns, result.to(out.dtype.element_ty), mask=held)
+    x_at = x + row * x_stride + heads * x_head_stride
+    out_at = out + (row * num_heads + heads) * WIDTH
+    weight_at = weight + heads * WIDTH
+    if IS_WHOLE:
+        columns = tl.arange(0, HALF)[None, :]
+        held = (heads < num_heads) & (columns < HALF)
+        low = tl.load(x_at + columns, mask=held, other=0.0).to(tl.float32)
+        high = tl.load(x_at + HALF + columns, mask=held, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines + position * HALF + columns)
+        sine = tl.load(sines + position * HALF + columns)
+        if HAS_NORM:
+            scale = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 1) / WIDTH + eps)
+            low *= scale[:, None] * tl.load(weight_at + columns, mask=held, other=0.0).to(tl.float32)
+            high *= scale[:, None] * tl.load(weight_at + HALF + columns, mask=held, other=0.0).to(tl.float32)
+        turned = low * cosine - high * sine
+        tl.store(out_at + columns, turned.to(out.dtype.element_ty), mask=held)
+        turned = high * cosine + low * sine
+        tl.store(out_at + HALF + columns, turned.to(out.dtype.element_ty), mask=held)
+    else:
+        columns = tl.arange(0, PADDED)[None, :]
+        held = (heads < num_heads) & (columns < WIDTH)
+        is_low = columns < HALF
+        is_turned = columns < 2 * HALF
+        partner = tl.where(is_low, columns + HALF, tl.where(is_turned, columns - HALF, columns))
+        values = tl.load(x_at + columns, mask=held, other=0.0).to(tl.float32)
+        others = tl.load(x_at + partner, mask=held, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+            values *= scale[:, None] * tl.load(weight_at + columns, mask=held, other=0.0).to(tl.float32)
+            others *= scale[:, None] * tl.load(weight_at + partner, mask=held, other=0.0).to(tl.float32)
+        angle = position * HALF + columns % HALF
+        cosine = tl.load(cosines + angle, mask=is_turned, other=1.0)
+        sine = tl.load(sines + angle, mask=is_turned, other=0.0)
+        turned = values * cosine + tl.where(is_low, -others, others) * sine
+        result = tl.where(is_turned, turned, values)
+        tl.store(out_at + columns, result.to(out.dtype.element_ty), mask=held)
 
 
 def norm_rotary(
@@ -94,10 +113,11 @@ def norm_rotary(
     rows, heads, width = x.shape
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
     if rows:
-        _norm_rotary_kernel[(rows,)](
+        tile = min(_HEADS, power_of_two(heads))
+        _norm_rotary_kernel[(rows, triton.cdiv(heads, tile))](
             x, x if weight is None else weight, cosines, sines, x if positions is None else positions, out,
-            x.stride(0), x.stride(1), eps, HEADS=heads, PADDED_HEADS=power_of_two(heads), WIDTH=width,
-            PADDED=power_of_two(width), HALF=half, HAS_NORM=weight is not None,
-            HAS_POSITIONS=positions is not None, num_warps=8,
+            x.stride(0), x.stride(1), heads, eps, HEADS=tile, WIDTH=width, PADDED=power_of_two(width), HALF=half,
+            HAS_NORM=weight is not None, HAS_POSITIONS=positions is not None,
+            IS_WHOLE=2 * half == width and half == power_of_two(half), num_warps=4,
         )  # fmt: skip
     return out

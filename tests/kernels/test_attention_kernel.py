@@ -58,12 +58,13 @@ class Operands:
             self.plan(index), **options,
         )  # fmt: skip
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """The twin in fp32, on the CPU."""
+    def expected(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """The twin in fp32, on the CPU unless told otherwise."""
         tensors = [
-            t.float().cpu() for t in (self.queries, self.keys, self.values, self.key_cache, self.value_cache)
+            t.to(device, torch.float32)
+            for t in (self.queries, self.keys, self.values, self.key_cache, self.value_cache)
         ]
-        plan = reference.plan_attention(self.slots, self.starts, self.length)
+        plan = reference.plan_attention(self.slots, self.starts, self.length, device)
         return reference.block_attention(*tensors, plan)
 
 
@@ -105,6 +106,23 @@ def test_a_segment_has_the_same_bits_in_every_launch(mixed: Operands) -> None:
         assert torch.equal(apart[part], whole[part])
     for index in ([0, 2], everything[::-1]):
         assert torch.equal(mixed.attend(index)[0], whole[0][index])
+
+
+def test_tiles_of_no_rows_and_splits_that_no_row_needs_change_nothing(mixed: Operands) -> None:
+    """A plan may be padded, to keep the shape of its launch from pass to pass."""
+    everything = list(range(len(SLOTS)))
+    caches = mixed.key_cache, mixed.value_cache
+    whole = mixed.attend(everything)
+    for sequential in (True, False):
+        plan = mixed.plan(everything)
+        tiles = plan.tiles(3)
+        plan._tiles[3] = torch.cat([tiles, tiles.new_zeros(2, plan.FIELDS)])
+        plan.num_splits += 3
+        out, sums = block_attention(
+            mixed.queries, mixed.keys, mixed.values, *caches, plan, sequential=sequential
+        )
+        assert torch.equal(out, whole[0])
+        assert torch.equal(sums, whole[1])
 
 
 def test_a_block_read_from_the_cache_has_the_same_bits(mixed: Operands) -> None:
@@ -183,7 +201,7 @@ def test_model_shapes_on_the_device(
     out, _ = given.attend(list(range(9)), sequential=True)
     assert torch.equal(given.attend(list(range(9)), sequential=False)[0], out)
     assert torch.equal(given.attend([4])[0], out[4:5])
-    assert_near(out, given.expected()[0])
+    assert_near(out, given.expected(cuda_device)[0])
 
 
 def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> None:

@@ -71,6 +71,34 @@ def test_a_row_has_the_same_bits_alone(triton_device: torch.device) -> None:
             assert torch.equal(several[part], one)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_candidates_that_crowd_into_few_groups(triton_device: torch.device, temperature: float) -> None:
+    """Runs of great values, ties across a group's edge, lone values, and rows whose noise decides the runner-up."""
+    logits = torch.full((4, 2500), -8.0)
+    logits[0, 100:160] = torch.arange(60.0)  # all candidates in two neighbouring groups
+    logits[1, 2040:2060] = 5.0  # ties over the edge of a tile
+    logits[1, ::100] = 5.0
+    logits[2] = -torch.inf
+    logits[2, [7, 2300]] = torch.tensor([3.0, 2.9])  # two tokens to choose from
+    logits[3] *= 1e3
+    logits[3, -1] = 4e3
+    logits = logits.to(triton_device)
+    noise = noise_of(4, triton_device) if temperature else None
+    found, expected = (one(logits, temperature, noise=noise) for one in (logits_pass, twin))
+    assert torch.equal(found.choice.tokens, expected.choice.tokens)
+    assert torch.equal(found.summary.token_ids, expected.summary.token_ids)
+    torch.testing.assert_close(found.choice.margins, expected.choice.margins, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.summary.tail_mass, expected.summary.tail_mass, rtol=1e-5, atol=1e-12)
+
+
+def test_noise_chooses_as_the_twin_in_many_rows(triton_device: torch.device) -> None:
+    logits = torch.randn(24, 400, generator=torch.Generator().manual_seed(3)).to(triton_device)
+    noise = noise_of(24, triton_device)
+    found, expected = logits_pass(logits, 1.5, noise=noise), twin(logits, 1.5, noise=noise)
+    assert torch.equal(found.choice.tokens, expected.choice.tokens)
+    torch.testing.assert_close(found.choice.margins, expected.choice.margins, rtol=1e-6, atol=1e-6)
+
+
 def test_small_tails_are_not_lost_beside_a_probability_near_one(triton_device: torch.device) -> None:
     """Against fp64: confidences keep their order where the tail is far below the rounding of 1."""
     logits = torch.full((3, 4200), -30.0, device=triton_device)

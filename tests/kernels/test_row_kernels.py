@@ -11,11 +11,14 @@ triton = pytest.importorskip("triton")
 
 from dlmgrid.kernels.embedding import embed as embed_twin
 from dlmgrid.kernels.embedding.kernel import embed
+from dlmgrid.kernels.operators import torch_operators, triton_operators
 from dlmgrid.kernels.rmsnorm import head_rms_norm
 from dlmgrid.kernels.rmsnorm import rms_norm as rms_norm_twin
 from dlmgrid.kernels.rmsnorm.kernel import rms_norm
 from dlmgrid.kernels.rotary import apply_rotary, rotary_tables
 from dlmgrid.kernels.rotary.kernel import norm_rotary
+from dlmgrid.kernels.silu_gate import silu_gate as silu_gate_twin
+from dlmgrid.kernels.silu_gate.kernel import silu_gate
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -54,6 +57,44 @@ def test_norm_and_rotary(
     assert torch.equal(alone, result[2:3])
 
 
+def test_more_heads_than_one_program_turns(
+    triton_device: torch.device, float_type: torch.dtype, assert_near: Any
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(3, 11, 64, generator=generator).to(triton_device, float_type)
+    weight = torch.rand(11, 64, generator=generator).to(triton_device, float_type)
+    cosines, sines = rotary_tables(3, 64, 1e4, triton_device)
+    expected = apply_rotary(head_rms_norm(x.float(), weight.float(), 1e-6), cosines, sines)
+    assert_near(norm_rotary(x, weight, cosines, sines, None, 1e-6), expected)
+
+
+@pytest.mark.parametrize("width", [1, 100, 1536])
+def test_gated_activation(
+    triton_device: torch.device, float_type: torch.dtype, width: int, assert_near: Any
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    gate_up = 3 * torch.randn(5, 2 * width + 7, generator=generator)[:, : 2 * width]
+    gate_up[0, 0] = 60.0
+    gate_up = gate_up.to(triton_device, float_type)
+    result = silu_gate(gate_up)
+    assert_near(result, silu_gate_twin(gate_up.float()))
+    assert torch.equal(silu_gate(gate_up[3:4]), result[3:4])
+
+
+def test_fast_products_have_the_values_of_the_twins(
+    triton_device: torch.device, float_type: torch.dtype, assert_near: Any
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, residual = (
+        torch.randn(size, generator=generator).to(triton_device, float_type)
+        for size in ((5, 48), (64, 48), (5, 64))
+    )
+    fast, twins = triton_operators("fast"), torch_operators("exact")
+    expected = twins.linear_residual(x.float(), weight.float(), residual.float())
+    assert_near(fast.linear_residual(x, weight, residual), expected)
+    assert_near(fast.linear_silu_gate(x, weight), twins.linear_silu_gate(x.float(), weight.float()))
+
+
 @pytest.mark.parametrize("width", [1, 63, 1500])
 def test_embedding_copies_rows(triton_device: torch.device, float_type: torch.dtype, width: int) -> None:
     weight = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).to(triton_device, float_type)
@@ -73,6 +114,8 @@ def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> N
         rms_norm(x[0], x[0, 0, :5], 1e-6)
     with pytest.raises(ValueError, match="float64"):
         rms_norm(x[0].double(), x[0, 0], 1e-6)
+    with pytest.raises(ValueError, match="want \\[R, 2"):
+        silu_gate(x[0, :, :63])
     with pytest.raises(ValueError, match="int32"):
         embed(positions, x[0], 0)
     with pytest.raises(ValueError, match="mask token 9"):
