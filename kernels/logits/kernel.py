@@ -40,7 +40,7 @@ _ROWS = 4  # rows of a program: the digest's multipliers are made once for all o
 _NUM_FLOATS = 4  # of a tile: maximum, Σ t (x - maximum of the group), Z_T, unused
 MAX_VOCABULARY = 2**31 - 1 - 4096
 _NO_KEY = -(2**63)
-_TILE_WARPS, _ROW_WARPS = 8, 8
+_TILE_WARPS, _ROW_WARPS = 4, 8
 
 
 @triton.jit
