@@ -228,7 +228,7 @@ class Decoder:
             commit_counts=torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
             block_starts=torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
             keys=torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
-            snapshots=self._known.select(slots),
+            snapshots=self._known.select(slots) if self.drafts else self._known,
             rule=settings.rule,
             temperature=settings.temperature,
             noise=settings.noise,

@@ -260,27 +260,32 @@ def _walk_all(
     goes_on = left > 0
     if has_stopped is not None:
         goes_on &= ~has_stopped(samples, following)
-    place = torch.full(tree.hashes.shape, -1, dtype=torch.int64, device=nodes.device)
-    place[samples, nodes] = torch.arange(nodes.numel(), device=nodes.device)
-    found, walks_on, places = tree.find(samples, following).tolist(), goes_on.tolist(), place.tolist()
+    places: list[dict[int, int]] = [{} for _ in roots]
+    for at, (sample, node) in enumerate(zip(samples.tolist(), nodes.tolist(), strict=True)):
+        places[sample][node] = at
+    reached, walks_on = following.cpu().numpy(), goes_on.tolist()
     visited: list[int] = []
     owners: list[int] = []
     ends: list[int] = []
-    for sample, own in enumerate(places):
+    kept: list[int] = []
+    for sample, (own, node_of) in enumerate(zip(places, tree.nodes_by_state(), strict=True)):
         at = own[0]
         visited.append(at)
-        while found[at] >= 0 and walks_on[at]:
-            at = own[found[at]]
+        found = node_of.get(reached[at].tobytes())
+        while found is not None and walks_on[at]:
+            at = own[found]
             visited.append(at)
+            found = node_of.get(reached[at].tobytes())
         owners += [sample] * (len(visited) - len(owners))
         ends.append(at)
+        if found is None:
+            kept.append(sample)
     path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
     if not bool(torch.isfinite(step.chosen.probability[path]).all()):
         raise FloatingPointError(NOT_FINITE)
     _record(steps, owners, step.at(path), digests[path])
     last = torch.tensor(ends, dtype=torch.int64, device=nodes.device)
     roots[:] = following[last]
-    kept = [sample for sample, at in enumerate(ends) if found[at] < 0]
     kept_samples = torch.tensor(kept, dtype=torch.int64, device=nodes.device)
     kept_samples = kept_samples[left[last[kept_samples]] > 0]
     return _LastStates(level, kept_samples, last[kept_samples])
@@ -294,17 +299,14 @@ def _choose(level: Level, drawn: Drawn, is_argmax: Tensor, *, checks: bool = Tru
     choice, states = drawn.choice, level.states
     if checks and not bool(torch.isfinite(choice.probabilities).all()):
         raise FloatingPointError(NOT_FINITE)
-    at = (level.row_of, level.positions)
-    confidence = torch.full(states.shape, -torch.inf, device=states.device)
-    confidence[at] = drawn.confidence
-    probability = torch.ones(states.shape, device=states.device)
-    probability[at] = choice.probabilities
-    tokens = states.clone()
-    tokens[at] = choice.tokens.to(torch.int32)
-    margins = torch.zeros(states.shape, device=states.device)
-    margins[at] = choice.margins
-    all_argmax = ~level.masked
-    all_argmax[at] = is_argmax
+    masked = level.masked  # rows are in its order
+    confidence = torch.full(states.shape, -torch.inf, device=states.device).masked_scatter_(
+        masked, drawn.confidence
+    )
+    probability = torch.ones(states.shape, device=states.device).masked_scatter_(masked, choice.probabilities)
+    tokens = states.masked_scatter(masked, choice.tokens.to(torch.int32))
+    margins = torch.zeros(states.shape, device=states.device).masked_scatter_(masked, choice.margins)
+    all_argmax = (~masked).masked_scatter_(masked, is_argmax)
     return _Chosen(tokens, confidence, probability, margins, all_argmax)
 
 
