@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ class Head(Protocol):
     def logits(self, rows: Tensor) -> Tensor: ...
 
 
-@runtime_checkable
 class Predictor(Protocol):
     """A head with the logits pass behind it: rows (int64 [R], on the CPU) of ``hidden`` [N, L, H] to what the pass says
     of them, on the CPU. ``predicts_rows``: whether this one does."""
@@ -96,8 +95,8 @@ class Level(NamedTuple):
 
     ``states`` int32 and ``masked`` bool [A, L]; ``commit_counts`` int64 [A]; ``row_of`` int64 [R] into the A samples
     and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the
-    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or
-    of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
+    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R] or indices
+    int64, or of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
     """
 
     states: Tensor
@@ -134,10 +133,12 @@ class RowReader:
         self._block_starts, self._keys = block_starts, keys
         self._root_counts = commit_counts + num_masked(tree.tokens[:, 0])
         self._predictor: Predictor | None = None
-        if isinstance(head, Predictor) and head.predicts_rows and not transition.reads_logits:
-            self._predictor = head
+        if getattr(head, "predicts_rows", False) and not transition.reads_logits:
+            self._predictor = cast("Predictor", head)
         self._ahead: LogitsPass | None = None
-        self._ahead_rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # masked, samples, nodes, positions, rows
+        self._ahead_rows: tuple[
+            Tensor, Tensor, Tensor, Tensor, Tensor
+        ]  # masked, samples, nodes, positions, rows
         if self._predictor is not None:
             self._read_ahead(self._predictor)
 
@@ -171,9 +172,12 @@ class RowReader:
         masked, samples, nodes, positions, rows = self._ahead_rows
         left = masked.sum(dim=-1)
         of, node = left.nonzero(as_tuple=True)
-        counts = self._root_counts[of] - left[of, node]
-        row_of = torch.arange(of.numel(), device=of.device).repeat_interleave(left[of, node])
-        place = (self._tree.tokens[of, node], masked[of, node], counts, row_of, positions)
+        flat = of * masked.shape[1] + node
+        left = left.flatten().index_select(0, flat)
+        counts = self._root_counts.index_select(0, of) - left
+        row_of = torch.arange(of.numel(), device=of.device).repeat_interleave(left)
+        states, masked = (part.flatten(0, 1).index_select(0, flat) for part in (self._tree.tokens, masked))
+        place = (states, masked, counts, row_of, positions)
         return of, node, self._from_pass(of, place, rows, self._ahead)
 
     def _read_ahead(self, predictor: Predictor) -> None:
@@ -182,7 +186,7 @@ class RowReader:
         samples, nodes, positions = masked.nonzero(as_tuple=True)
         if samples.numel() > MOST_ROWS_AHEAD:
             return
-        rows = (self._first_segment[samples] + nodes) * masked.shape[-1] + positions
+        rows = (self._first_segment.index_select(0, samples) + nodes) * masked.shape[-1] + positions
         noise = None
         if self._transition.temperature > 0:
             counts = self._root_counts[samples] - masked.sum(dim=-1)[samples, nodes]
@@ -233,7 +237,16 @@ class RowReader:
         is_argmax = (is_top & (summary.token_ids == passed.choice.tokens[:, None])).any(dim=1)
 
         def some(which: Tensor | None) -> Summary:
-            return summary if which is None else Summary(*(part[which] for part in summary))
+            return (
+                summary
+                if which is None
+                else Summary(
+                    *(
+                        part[which] if which.dtype == torch.bool else part.index_select(0, which)
+                        for part in summary
+                    )
+                )
+            )
 
         return Level(
             *cast("tuple[Tensor, Tensor, Tensor, Tensor, Tensor]", place),

@@ -205,8 +205,8 @@ class _Step(NamedTuple):
 
     def at(self, states: Tensor) -> _Step:
         """The steps of some states, int64 [B]."""
-        chosen = _Chosen(*(part[states] for part in self.chosen))
-        return _Step(self.selected[states], self.following[states], chosen)
+        chosen = _Chosen(*(part.index_select(0, states) for part in self.chosen))
+        return _Step(self.selected.index_select(0, states), self.following.index_select(0, states), chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +225,13 @@ class _LastStates:
         level = self.level
         sample_of = torch.full((level.states.shape[0],), -1, dtype=torch.int64, device=self.samples.device)
         sample_of[self.places] = self.samples
-        owners = sample_of[level.row_of]
-        rows = owners >= 0
+        owners = sample_of.index_select(0, level.row_of)
+        rows = (owners >= 0).nonzero().flatten()
         snapshots.store(
-            snapshot_rows[self.samples],
-            level.masked[self.places],
-            snapshot_rows[owners[rows]],
-            level.positions[rows],
+            snapshot_rows.index_select(0, self.samples),
+            level.masked.index_select(0, self.places),
+            snapshot_rows.index_select(0, owners.index_select(0, rows)),
+            level.positions.index_select(0, rows),
             level.summary(rows),
             None if snapshots.hidden is None else level.hidden(rows).to(snapshots.hidden.device),
         )
@@ -281,14 +281,16 @@ def _walk_all(
         if found is None:
             kept.append(sample)
     path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
-    if not bool(torch.isfinite(step.chosen.probability[path]).all()):
+    walked = step.at(path)
+    if not bool(torch.isfinite(walked.chosen.probability).all()):
         raise FloatingPointError(NOT_FINITE)
-    _record(steps, owners, step.at(path), digests[path])
+    _record(steps, owners, walked, digests.index_select(0, path))
     last = torch.tensor(ends, dtype=torch.int64, device=nodes.device)
-    roots[:] = following[last]
+    roots.copy_(following.index_select(0, last))
     kept_samples = torch.tensor(kept, dtype=torch.int64, device=nodes.device)
-    kept_samples = kept_samples[left[last[kept_samples]] > 0]
-    return _LastStates(level, kept_samples, last[kept_samples])
+    kept_places = last.index_select(0, kept_samples)
+    unfinished = left.index_select(0, kept_places) > 0
+    return _LastStates(level, kept_samples[unfinished], kept_places[unfinished])
 
 
 NOT_FINITE = "the model's logits are not finite at a state of this item"
@@ -357,14 +359,9 @@ def _record(steps: list[WalkedSteps], samples: list[int], step: _Step, digests: 
     selected, following, chosen = step
     commits: list[list[tuple[int, int, float]]] = [[] for _ in samples]
     which, position = selected.nonzero(as_tuple=True)
-    for row, at, token, margin in zip(
-        which.tolist(),
-        position.tolist(),
-        following[which, position].tolist(),
-        chosen.margins[which, position].tolist(),
-        strict=True,
-    ):
-        commits[row].append((at, token, margin))
+    tokens, margins = following.tolist(), chosen.margins.tolist()
+    for row, at in zip(which.tolist(), position.tolist(), strict=True):
+        commits[row].append((at, tokens[row][at], margins[row][at]))
     num_argmax = (selected & chosen.is_argmax).sum(dim=1).tolist()
     for sample, made, digest, likeliest in zip(samples, commits, digests.tolist(), num_argmax, strict=True):
         steps[sample].commits.append(tuple((at, token) for at, token, _ in made))

@@ -169,6 +169,17 @@ class Engine(ModelHead):
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
 
+    def queue_pass_again(self) -> None:
+        """Queue the graph of the last pass once more over the same inputs, to time it; RuntimeError where none is."""
+        if self._graphs is None:
+            raise RuntimeError("passes of these kernels are no graphs")
+        self._graphs.queue_again()
+
+    def queue_again(self) -> None:
+        """The same of the last pass and of the last rows that were read."""
+        self.queue_pass_again()
+        self.queue_rows_again()
+
     def forward_part(
         self, tokens: Tensor, slots: Tensor, block_starts: Tensor, offsets: Sequence[int]
     ) -> Tensor:

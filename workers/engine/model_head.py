@@ -140,6 +140,12 @@ class ModelHead:
         with memory_errors():
             return self._row_graphs.predict(hidden, rows, temperature, noise)
 
+    def queue_rows_again(self) -> None:
+        """Queue head and logits pass of the last :meth:`predict` once more, to time it; RuntimeError where none was."""
+        if self._row_graphs is None:
+            raise RuntimeError("no rows were predicted")
+        self._row_graphs.queue_again()
+
     @torch.no_grad()
     def self_test(self) -> None:
         """Hold the exactness of this device to the test: rows alone against rows packed, with this model's
