@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--gen-length", type=int, default=128)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--taus", type=float, nargs="+", help="folded passes; 0 recomputes all rows")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
@@ -142,7 +142,7 @@ class Bench:
                 for row in make(shape):
                     self.report["tables"][table].append(row)
                     print(row_line(table, row), flush=True)
-            except Exception as error:  # the other tables stay
+            except Exception as error:  # noqa: BLE001 - the other tables stay
                 line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 where = traceback.format_exc().splitlines()[-4:]
                 self.report["errors"].append({"table": table, "of": shape, "error": line, "where": where})
@@ -241,7 +241,7 @@ class Bench:
         return [Prompt(item_id=i.item_id, repeat=0, token_ids=tuple(tokenizer.encode(i))) for i in items]
 
     def _longest(self, prompts: list[Prompt]) -> int:
-        return max(len(one.token_ids) for one in prompts) + self.arguments.gen_length + 64
+        return max(len(one.token_ids) for one in prompts) + int(self.arguments.gen_length) + 64
 
 
 def _version(name: str) -> str:

@@ -105,11 +105,11 @@ def pass_times(engine: Engine, budgets: Sequence[int], gen_length: int, repeats:
 
 def round_parts(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int,
-    given: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any]], warm_ups: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds of a round by part, of a run whose parts are timed apart: ``draft`` and ``other`` are the host's,
     ``pass`` is the layers', ``walk`` the head, the logits pass and the walk over what they say."""
-    found, _ = timed_decode(engine, method, budget, prompts, gen_length, 1, profiled=True, given=given)
+    found, _ = timed_decode(engine, method, budget, prompts, gen_length, 1, True, given, warm_ups)
     rounds = sum(one.nfe_denoise for one in found)
     names = {"draft": "draft", "pass": "verify", "walk": "sample", "other": "other"}
     return {
@@ -124,8 +124,8 @@ def batch_rows(
 
     The compute-bound rate is what the device would reach if it did nothing but the run's products (layers for every
     row of every forward, head for the rows that predict masks) at the rate of a large product of the same run.
-    Each width decodes as many prompts as it has in flight, but at least two; one at a time decodes them all again to
-    compare tokens, path and bits.
+    Each width decodes as many prompts as it has in flight, but at least two; tokens, path and bits are compared with
+    those of one at a time on the first eight.
     """
     most = max(2, *widths)
     serialized, base = timed_decode(engine, "none", 0, prompts[: min(most, 8)], gen_length, 1)
@@ -161,7 +161,7 @@ def drafting_row(shape: str, engine: Engine, budget: int, prompts: Sequence[Prom
     Drafting is on the host. Summary and noise are the logits pass on the rows read ahead, at T = 1.
     """
     given = {"spot": {"checkpoint": find_order_checkpoint(REFERENCE)}}
-    parts = round_parts(engine, "spot", budget, prompts, gen_length, given)
+    parts = round_parts(engine, "spot", budget, prompts, gen_length, given, warm_ups=2)
     rows = (1 + budget) * engine.block_length // 2
     logits = torch.randn(rows, engine.vocab_padded, device=engine.device)
     keys = torch.ones(rows, 2, dtype=torch.int64, device=engine.device)
@@ -180,11 +180,11 @@ def drafting_row(shape: str, engine: Engine, budget: int, prompts: Sequence[Prom
 
 def timed_decode(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int, width: int,
-    profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None,
+    profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None, warm_ups: int = 2,
 ) -> tuple[list[Generation], float]:  # fmt: skip
-    """Decode after a warm-up on as many prompts as are in flight; wall seconds of the second run.
+    """Decode after ``warm_ups`` runs on as many prompts as are in flight; wall seconds of the last run.
 
-    A shape's first pass compiles and its second is captured, so the warm-up runs the prompts twice.
+    A shape's first pass compiles and its second is captured, so an engine that has not decoded so needs two.
     """
     settings = DecodeSettings(
         block_length=engine.block_length, gen_length=gen_length, budget=budget, temperature=0.0, rule=static(1),
@@ -193,7 +193,7 @@ def timed_decode(
     drafter = build_drafter(method, given or {})
     assert drafter is not None, f"{method} was asked for without its file"
     decoder = Decoder(engine, drafter, settings, logits_pass=engine.logits_pass)
-    for _ in range(2):
+    for _ in range(warm_ups):
         decoder.decode(prompts[:width], width)
     synchronize(engine.device)
     begun = time.perf_counter()

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from dlmgrid.kernels.benchmark import Ceilings, measure, measure_queued, pass_floor_parts
 from dlmgrid.kernels.logits import choose, summarize
@@ -99,7 +99,7 @@ def ratios(row: Row) -> Row:
 
 
 def add_exact_over_fast(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` with, on each ``exact`` one, its device time over that of the ``fast`` one of its shape, prefix and D."""
+    """``rows`` with, on each ``exact`` one, its device time over the ``fast`` one's of its shape, prefix and D."""
 
     def key(row: Row) -> tuple[str, int, int]:
         return row["shape"], row["prefix"], row["budget"]
@@ -110,11 +110,8 @@ def add_exact_over_fast(rows: Sequence[Row]) -> list[Row]:
         base = fast.get(key(row)) if row["numerics"] == "exact" else None
         if base is not None:
             over = {head: row["head"][head]["device_ms"] / base[head]["device_ms"] for head in HEADS}
-            row = {
-                **row,
-                "over_fast": over,
-                "of_exact_goal": {head: over[head] / EXACT_GOAL for head in HEADS},
-            }
+            goals = {head: over[head] / EXACT_GOAL for head in HEADS}
+            row = {**row, "over_fast": over, "of_exact_goal": goals}
         out.append(row)
     return out
 
@@ -144,7 +141,7 @@ def time_pass(engine: Engine, budget: int, prefix: int, head: str, repeats: int)
     if engine.device.type == "cpu" or not engine.predicts_rows:
         device = measure(one_pass, engine.device, repeats=repeats)
     else:
-        device = measure_queued(engine.queue_again, engine.device, repeats=repeats)
+        device = measure_queued(engine.queue_again, engine.device, warm_up=1, repeats=repeats)
     return {
         "rows": num_rows(engine.config, budget, head), "device_ms": device.median_ms, "wall_ms": wall.median_ms,
         "device": asdict(device), "wall": asdict(wall),
@@ -179,7 +176,7 @@ def vendor_products(weights: ModelWeights, rows: int, repeats: int) -> float:
     @torch.inference_mode()
     def products() -> None:
         for matrix in matrices:
-            F.linear(inputs[matrix.shape[1]], matrix)
+            functional.linear(inputs[matrix.shape[1]], matrix)
 
     if device.type == "cpu":
         return measure(products, device, repeats=repeats).median_ms
@@ -189,7 +186,7 @@ def vendor_products(weights: ModelWeights, rows: int, repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         products()
-    return measure_queued(graph.replay, device, repeats=repeats).median_ms
+    return measure_queued(graph.replay, device, warm_up=1, repeats=repeats).median_ms
 
 
 def part_rows(shape: str, engine: Engine, prefix: int, budgets: Sequence[int]) -> Iterator[Row]:
@@ -221,6 +218,7 @@ def group_kernels(times: dict[str, float]) -> dict[str, float]:
 
 def _profile(queue: Any, count: int = 3) -> dict[str, float]:
     """Milliseconds a call by kernel name."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     queue()
@@ -232,7 +230,7 @@ def _profile(queue: Any, count: int = 3) -> dict[str, float]:
     return {
         event.key[:80]: event.self_device_time_total / count / 1e3
         for event in found.key_averages()
-        if event.self_device_time_total > 0
+        if event.device_type == DeviceType.CUDA
     }
 
 

@@ -95,8 +95,8 @@ class Level(NamedTuple):
 
     ``states`` int32 and ``masked`` bool [A, L]; ``commit_counts`` int64 [A]; ``row_of`` int64 [R] into the A samples
     and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the
-    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R] or indices
-    int64, or of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
+    token is the row's most probable one; ``digests`` int64 [R].``summary`` and ``hidden`` (of some rows, bool [R] or
+    indices int64, or of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
     """
 
     states: Tensor
@@ -169,7 +169,7 @@ class RowReader:
     def read_all(self) -> tuple[Tensor, Tensor, Level]:
         """Every node that has masks left as one level: samples int64 [A] and nodes int64 [A], and the level."""
         assert self._ahead is not None, "the rows were not read ahead"
-        masked, samples, nodes, positions, rows = self._ahead_rows
+        masked, _, _, positions, rows = self._ahead_rows
         left = masked.sum(dim=-1)
         of, node = left.nonzero(as_tuple=True)
         flat = of * masked.shape[1] + node

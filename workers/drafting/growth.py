@@ -256,7 +256,10 @@ def merge_equal(hashes: Tensor, log_mass: Tensor, parent_log_mass: Tensor) -> Te
 
 
 def _cut(listed: Listed, children: _Children, own_index: Tensor, depth: int) -> tuple[Listed, Tensor]:
-    """Keep the D best of list and children, whose parents stand at ``own_index`` int64 [S, W] in it; returns the new list and which of its entries are new, bool [S, D]."""
+    """Keep the D best of list and children, whose parents stand at ``own_index`` int64 [S, W] in it.
+
+    Returns the new list and which of its entries are new, bool [S, D].
+    """
     budget = listed.log_mass.shape[1]
     log_mass = torch.cat((listed.log_mass, children.log_mass), dim=1)
     order = log_mass.sort(dim=1, descending=True, stable=True).indices[:, :budget]
