@@ -206,3 +206,10 @@ def test_a_slower_call_takes_longer() -> None:
     assert fast.repeats == 5
     queued = measure_queued(lambda: large @ large, CPU, repeats=3)
     assert queued.median_ms < 5 * slow.median_ms
+
+
+def test_only_a_pass_that_is_a_graph_is_queued_again(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="no graphs"):
+        engine.queue_again()
+    with pytest.raises(RuntimeError, match="no rows"):
+        engine.queue_rows_again()
