@@ -242,9 +242,7 @@ class _Run:
         works = make_cells(asked.grid, asked.models, asked.questions, fingerprints, store.inputs)
         refuse_another_grid(store, works)
         if request.records:
-            works = [work for work in works if work.cell.is_reference]
-            refuse_unrecorded(store, works, asked.grid.record)
-            refuse_idle_steps(works)
+            works = recorded_works(works, store, asked.grid.record)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -310,6 +308,20 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
             "weights count "
             "too); choose another --out"
         )
+
+
+def recorded_works(
+    works: Sequence[CellWork], store: Store | None, records: Sequence[str] = ()
+) -> list[CellWork]:
+    """The cells that are recorded: the draft-free ones. ``store`` is the folder to record in, where there is one.
+
+    Raises InputError for runs that cannot be replayed, and for rows there whose steps were not recorded.
+    """
+    references = [work for work in works if work.cell.is_reference]
+    if store is not None:
+        refuse_unrecorded(store, references, records)
+    refuse_idle_steps(references)
+    return references
 
 
 def refuse_idle_steps(works: Sequence[CellWork]) -> None:

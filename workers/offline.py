@@ -2,6 +2,8 @@
 
 For machines that have a device but no cluster (a batch queue, a borrowed GPU). UNITS is what ``dlmgrid plan GRID
 --out DIR --units FILE`` wrote. Files land in ``DIR/staging``; the next ``dlmgrid run GRID --out DIR`` adopts them.
+Units of ``dlmgrid plan … --record`` also write ``DIR/trajectories``, which can be replayed and learned from at once;
+the next ``dlmgrid record`` adopts them.
 Units that are already there are left alone, so an interrupted call goes on where it stopped.
 """
 

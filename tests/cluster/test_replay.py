@@ -125,14 +125,14 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     def replay_with_a_fault(asked: ReplayPlan) -> None:
         from dlmgrid.workers.trajectories import replay_process
 
-        replay_cells = replay_process.replay_cells
+        replay_cells = replay_process.join_rows
 
         def faulty(*arguments: Any) -> list[list[dict[str, Any]]]:
             cells = replay_cells(*arguments)
             cells[0][0]["rows_computed"] += 1
             return cells
 
-        monkeypatch.setattr(replay_process, "replay_cells", faulty)
+        monkeypatch.setattr(replay_process, "join_rows", faulty)
         replay_process.run_plan(asked)
 
     monkeypatch.setattr("dlmgrid.jobs.replay.replay_grid", replay_with_a_fault)
