@@ -21,8 +21,9 @@ from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
+from dlmgrid.cluster.out_folder import check_out
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
-from dlmgrid.cluster.run import check_out, copy_drafters, look_up, recorded_works, refuse_another_grid
+from dlmgrid.cluster.run import copy_drafters, look_up, recorded_works, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell

@@ -72,13 +72,18 @@ def decode_units(
     out: Path | None = None,
     checkpoint: Path | None = None,
     device: str | None = None,
+    num_compared: int | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
     """Decode every unit of ``path`` that has no file yet; returns how many rows hold an error.
 
+    ``num_compared`` keys of each draft-free unit are compared with their serialized run, all for None.
+
     Raises InputError for a file that is not one of units, and what :meth:`UnitRunner.run` raises.
     """
-    units = [rebase(unit, out, checkpoint, device) for unit in read_units(path)]
+    units = [
+        replace(rebase(unit, out, checkpoint, device), num_compared=num_compared) for unit in read_units(path)
+    ]
     runners: dict[str, UnitRunner] = {}
     num_errors = 0
     for number, unit in enumerate(units, 1):
@@ -110,10 +115,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the planned output folder is on this machine")
     parser.add_argument("--checkpoint", type=Path, help="where the model's folder is on this machine")
     parser.add_argument("--device", help="cpu or a CUDA device, instead of the planned one")
+    parser.add_argument(
+        "--compare", type=int, metavar="N", help="compare only the first N rows of each draft-free unit with their "
+        "serialized run; the others are stored unchecked"
+    )  # fmt: skip
     arguments = parser.parse_args()
+    if arguments.compare is not None and arguments.compare < 0:
+        parser.exit(2, f"error: --compare {arguments.compare}: give 0 or more\n")
     try:
         num_errors = decode_units(
-            arguments.units, out=arguments.out, checkpoint=arguments.checkpoint, device=arguments.device
+            arguments.units,
+            out=arguments.out,
+            checkpoint=arguments.checkpoint,
+            device=arguments.device,
+            num_compared=arguments.compare,
         )
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")

@@ -46,7 +46,9 @@ def trajectory_files(path: Path) -> list[Path]:
     if not folder.is_dir():
         raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
     files = []
-    finished = {file.name: file for part in ("staging", "generations") for file in (path / part).glob("*.parquet")}
+    finished = {
+        file.name: file for part in ("staging", "generations") for file in (path / part).glob("*.parquet")
+    }
     for name, generations in sorted(finished.items()):
         file = folder / name
         if file.exists():
