@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ from dlmgrid.cluster.run import look_up, refuse_unrecorded
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.jobs import diagnose
+from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.offline import decode_units, read_units
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -104,6 +108,49 @@ def test_rows_of_every_cell_are_written_and_agree_with_live_decoding(recorded: P
             summary.num_agreeing == summary.num_live == (0 if summary.cell.method == "oracle_position" else 1)
         )
         assert (summary.nfe_ratio > 1) == (summary.cell.method != "none")
+
+
+def test_several_processes_give_the_rows_of_one(recorded: Path, tmp_path: Path) -> None:
+    from dlmgrid.workers.trajectories.files import files_by_cell
+    from dlmgrid.workers.trajectories.replay_process import replay_cells
+
+    methods = ["ssd", {"name": "spot", "checkpoint": "reference"}]
+    works = plan(recorded, tmp_path, temperatures=[0], methods=methods).works
+    files = files_by_cell(recorded)[works[0].cell.reference().cell_key]
+    alone = replay_cells(files, works)
+    assert [len(rows) for rows in alone] == [2, 2, 2]
+    assert replay_cells(files, works, num_processes=2) == alone
+
+
+def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path, recorded: Path) -> None:
+    grid, out, units = tmp_path / "grid.yaml", tmp_path / "out", tmp_path / "units.json"
+    grid.write_text(yaml.safe_dump(GRID | {"temperatures": [0], "resources": {"items_per_unit": 2}}))
+    show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
+    assert [unit.cell.method for unit in read_units(units)] == ["none"]
+    assert decode_units(units, num_compared=1, say=lambda _: None) == 0
+    (file,) = (out / "staging").iterdir()
+    verdicts = pq.read_table(file, columns=["exact_tokens", "exact_bits"]).to_pylist()
+    assert verdicts == [
+        {"exact_tokens": True, "exact_bits": True},
+        {"exact_tokens": None, "exact_bits": None},
+    ]
+    here, there = (
+        plan(out, tmp_path / "a", temperatures=[0]),
+        plan(recorded, tmp_path / "b", temperatures=[0]),
+    )
+    for asked in (here, there):
+        replay_grid(asked)
+    assert [summary.nfe_mean for summary in summarise(here)] == [
+        summary.nfe_mean for summary in summarise(there)
+    ]
+
+
+@pytest.mark.parametrize("job", ["replay", "calibrate", "train_order", "study", "diagnose"])
+def test_what_reads_recordings_needs_no_ray_and_no_scorer(job: str) -> None:
+    blocked = "import sys\nfor name in ('ray', 'datasets', 'lm_eval', 'evalplus'): sys.modules[name] = None\n"
+    program = f"{blocked}import dlmgrid.jobs.{job}\n"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)
 
 
 def test_fused_passes_replay_to_the_live_counts(recorded: Path, tmp_path: Path) -> None:
