@@ -124,7 +124,9 @@ def test_several_processes_give_the_rows_of_one(recorded: Path, tmp_path: Path) 
 
 def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path, recorded: Path) -> None:
     grid, out, units = tmp_path / "grid.yaml", tmp_path / "out", tmp_path / "units.json"
-    grid.write_text(yaml.safe_dump(GRID | {"temperatures": [0], "resources": {"items_per_unit": 2}}))
+    grid.write_text(
+        yaml.safe_dump(GRID | {"temperatures": [0], "methods": ["none"], "resources": {"items_per_unit": 2}})
+    )
     show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
     assert [unit.cell.method for unit in read_units(units)] == ["none"]
     assert decode_units(units, num_compared=1, say=lambda _: None) == 0

@@ -36,6 +36,9 @@ from dlmgrid.workers.units import Key, WorkUnit
 BATCH = 64
 """Generations replayed together: a few hundred MB at a block length of 32."""
 
+SMALLEST_PART = 16
+"""Fewer generations together cost more time each than idle processes do."""
+
 ROWS_PER_PROCESS = 256
 """A process is started for at least this many rows: it takes seconds to start."""
 
@@ -71,8 +74,8 @@ class Part:
         return tuple(sorted({record for work in self.works for record in work.records}))
 
 
-def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], num_processes: int) -> list[Part]:
-    """The generations that ``works`` ask for, in parts of at most 64, some for each process.
+def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], size: int) -> list[Part]:
+    """The generations that ``works`` ask for, in parts of ``size``.
 
     All works share the serialized run that ``files`` hold. Raises InputError when a key has no trajectory.
     """
@@ -90,7 +93,6 @@ def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], num_processe
             if key not in place_of:
                 raise InputError(f"item {key.item_id!r} has no trajectory; record it with dlmgrid record")
     places = list(place_of.values())
-    size = max(1, min(BATCH, -(-len(places) // (2 * num_processes))))
     return [
         Part(places=tuple(places[start : start + size]), works=tuple(works))
         for start in range(0, len(places), size)
@@ -122,8 +124,14 @@ def replay_cells(
 
     Raises InputError when a key has no trajectory.
     """
-    parts = split_parts(files, works, num_processes)
+    num_keys = len({key for work in works for key in work.keys})
+    parts = split_parts(files, works, part_size(num_keys, num_processes, smallest=1))
     return join_rows(works, parts, run_parts(parts, num_processes))
+
+
+def part_size(num_generations: int, num_processes: int, *, smallest: int = SMALLEST_PART) -> int:
+    """How many generations are replayed together: a few parts for each process, of 64 at most."""
+    return max(smallest, min(BATCH, -(-num_generations // (3 * num_processes))))
 
 
 def run_parts(parts: Sequence[Part], num_processes: int) -> list[list[dict[Key, Row]]]:
@@ -205,9 +213,10 @@ def run_plan(plan: ReplayPlan) -> None:
         by_recorded.setdefault(work.cell.reference().cell_key, []).append(work)
     num_rows = sum(len(work.keys) for work in plan.works)
     num_processes = min(available_cpus(), -(-num_rows // ROWS_PER_PROCESS))
+    num_generations = sum(len({key for work in works for key in work.keys}) for works in by_recorded.values())
+    size = part_size(num_generations, num_processes)
     groups = [
-        (works, split_parts(files.get(recorded, []), works, num_processes))
-        for recorded, works in by_recorded.items()
+        (works, split_parts(files.get(recorded, []), works, size)) for recorded, works in by_recorded.items()
     ]
     found = run_parts([part for _, parts in groups for part in parts], num_processes)
     runner: UnitRunner | None = None

@@ -91,10 +91,8 @@ def test_limit_takes_the_first_items_and_must_be_positive(data_folder: Path) -> 
 
 def test_training_sets_hold_no_scored_item() -> None:
     golden = Path(__file__).resolve().parents[2] / "golden" / "data"
-    sets = {
-        name: get_benchmark(name).load(golden)
-        for name in ("gsm8k_train", "math_train", "mbpp_train", "chat_train")
-    }
+    names = ("gsm8k_train", "math_train", "mbpp_train", "chat_train")
+    sets = {name: get_benchmark(name).load(golden) for name in names}
     assert all(get_benchmark(name).calibration for name in sets)
     ids = {name: [item.item_id for item in items] for name, items in sets.items()}
     assert ids["mbpp_train"] == ["mbpp-train/810", "mbpp-train/811"]
