@@ -26,7 +26,7 @@ from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.offline import decode_units, read_units
+from dlmgrid.workers.offline import decode_units, part_of, read_units
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -120,6 +120,20 @@ def test_several_processes_give_the_rows_of_one(recorded: Path, tmp_path: Path) 
     alone = replay_cells(files, works)
     assert [len(rows) for rows in alone] == [2, 2, 2]
     assert replay_cells(files, works, num_processes=2) == alone
+
+
+def test_parts_of_a_plan_are_disjoint_whole_and_keep_chains(tmp_path: Path) -> None:
+    grid, units = tmp_path / "grid.yaml", tmp_path / "units.json"
+    asked_for = {"methods": ["none", "ssd"], "resources": {"items_per_unit": 1}}
+    grid.write_text(yaml.safe_dump(GRID | asked_for))
+    show_plan(grid, installed_sources(), out=tmp_path / "out", limit=None, data=None, units=units)
+    planned = read_units(units)
+    parts = [part_of(planned, number, 3) for number in (1, 2, 3)]
+    assert sorted(unit.output for part in parts for unit in part) == sorted(unit.output for unit in planned)
+    assert [len(part) for part in parts] == [4, 2, 2]
+    for part in parts:
+        outputs = {unit.output for unit in part}
+        assert all(set(unit.reference_shards) <= outputs for unit in part)
 
 
 def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path, recorded: Path) -> None:
