@@ -75,3 +75,10 @@ def test_gamma_is_held_against_the_same_order_model() -> None:
 def test_a_folder_without_replays_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no replays; make them with dlmgrid replay"):
         read_replays([tmp_path])
+
+
+def test_a_drafted_boundary_is_held_against_plain_draft_free_runs() -> None:
+    passes = {"window": "full", "fused_commit": True, "nfe_reference": 95}
+    rows = [row("none", 0, 100), row("spot", 8, 40, **passes)]
+    (goal,) = goals_of(study_lines(rows, {}))
+    assert (goal.measured, goal.wanted, goal.is_met) == (2.5, 2.7, False)
