@@ -151,13 +151,8 @@ def goals_of(lines: Sequence[Line]) -> list[Goal]:
                 )  # fmt: skip
         found += _gamma_goals(at, static)
     plain = at.get(("static", "none", 0))
-    for budget, cut in ((8, 2.7), (20, 3.1)) if plain is not None else ():
-        for method in _methods(at, "static fused window full", budget, "spot"):
-            nfe = at["static fused window full", method, budget].nfe_by_benchmark
-            # a replay's own ratio is over the serialized run with fused passes
-            ratio = fmean(plain.nfe_by_benchmark[name] / nfe[name] for name in nfe)
-            text = f"{method} D = {budget}, fused and drafted boundary: plain draft-free / NFE"
-            found.append(Goal(text=text, measured=ratio, wanted=cut))
+    if plain is not None:
+        found += _boundary_goals(at, plain)
     for decoder in decoders:
         if decoder.startswith("threshold"):
             for (name, method, budget), line in at.items():
@@ -194,6 +189,19 @@ def _goals_over_methods(at: ByName, decoder: str, budget: int) -> list[Goal]:
             if budget in wanted_at and (decoder, other, budget) in at:
                 saved = 1 - spot.nfe / at[decoder, other, budget].nfe
                 found.append(Goal(text=f"{where} {other}", measured=saved, wanted=wanted_at[budget]))
+    return found
+
+
+def _boundary_goals(at: ByName, plain: Line) -> list[Goal]:
+    """Against ``plain`` draft-free runs: a replay's own ratio is over the serialized run with fused passes."""
+    found = []
+    decoder = "static fused window full"
+    for budget, cut in ((8, 2.7), (20, 3.1)):
+        for method in _methods(at, decoder, budget, "spot"):
+            nfe = at[decoder, method, budget].nfe_by_benchmark
+            ratio = fmean(plain.nfe_by_benchmark[name] / nfe[name] for name in nfe)
+            text = f"{method} D = {budget}, fused and drafted boundary: plain draft-free / NFE"
+            found.append(Goal(text=text, measured=ratio, wanted=cut))
     return found
 
 
