@@ -255,6 +255,7 @@ class UnitRunner:
             )
             self._engine_key = key
         else:
+            self._engine = None  # its buffers may be gone when larger ones do not fit
             engine = with_room(engine, cell.cache, max_in_flight, longest)
         self._engine = engine
         return engine
