@@ -43,14 +43,14 @@ from dlmgrid.workers.decoding.folded import count_folds, recheck_round
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
-from dlmgrid.workers.decoding.reading import Predictor, TransitionRule
+from dlmgrid.workers.decoding.reading import TransitionRule, predictor_of
 from dlmgrid.workers.decoding.settings import GREEDY_MATCH, STOP_POLICIES, VERIFICATIONS, DecodeSettings
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, WalkedSteps, walk
 from dlmgrid.workers.decoding.window import crosses, draft_round, refreshes, wants_following
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, reads_hidden
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, place, reads_hidden
 
 __all__ = [
     "GREEDY_MATCH", "STOP_POLICIES", "VERIFICATIONS", "DecodeSettings", "Decoder", "Generation", "Prompt", "Recorder",
@@ -123,6 +123,8 @@ class Decoder:
         self.drafts = settings.budget > 0
         device, length = target.control_device, settings.block_length
         self._device = device
+        if self.drafts and device != target.device:
+            place(drafter, target.device)
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
         hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None
         self._known = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
@@ -382,13 +384,10 @@ class Decoder:
         segments = torch.tensor(round_.next_segments, device=self._device)[which]
         length = self.settings.block_length
         read = hidden[segments.to(hidden.device)].flatten(0, 1)
-        if (
-            isinstance(self.target, Predictor)
-            and self.target.predicts_rows
-            and self.settings.temperature in (0, 1)
-        ):
+        predictor = predictor_of(self.target)
+        if predictor is not None and self.settings.temperature in (0, 1):
             rows = (segments[:, None] * length + torch.arange(length)).flatten()
-            summary = self.target.predict(hidden, rows, 0.0, None).summary  # the same at T = 1
+            summary = predictor.predict(hidden, rows, 0.0, None).summary  # the same at T = 1
         else:
             found = summarize(self.target.logits(read), self.settings.temperature)
             summary = Summary(*(part.to(self._device) for part in found))

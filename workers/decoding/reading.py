@@ -60,6 +60,11 @@ class Predictor(Protocol):
     ) -> LogitsPass: ...
 
 
+def predictor_of(head: object) -> Predictor | None:
+    """``head`` where it answers rows itself, else None."""
+    return cast("Predictor", head) if getattr(head, "predicts_rows", False) else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransitionRule:
     """Everything T(state) depends on besides the logits.
@@ -132,9 +137,7 @@ class RowReader:
         self._first_segment, self._tree = first_segment, tree
         self._block_starts, self._keys = block_starts, keys
         self._root_counts = commit_counts + num_masked(tree.tokens[:, 0])
-        self._predictor: Predictor | None = None
-        if getattr(head, "predicts_rows", False) and not transition.reads_logits:
-            self._predictor = cast("Predictor", head)
+        self._predictor = None if transition.reads_logits else predictor_of(head)
         self._ahead: LogitsPass | None = None
         self._ahead_rows: tuple[
             Tensor, Tensor, Tensor, Tensor, Tensor

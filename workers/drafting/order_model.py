@@ -21,7 +21,7 @@ Legend: S samples, W states of each, B states, L block length, M positions maske
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -164,9 +164,13 @@ class ScoreMemo:
         return self._scores[torch.tensor(which, device=self._scores.device)]
 
 
+PositionScores = Callable[[Tensor, Tensor], Tensor]
+"""Maps features [B, M, 74] and present bool [B, M] to scores [B, M]: an order model, or one on another device."""
+
+
 @torch.inference_mode()
 def log_next_position(
-    model: OrderModel,
+    model: OrderModel | PositionScores,
     snapshots: Snapshots,
     roots: Tensor,
     states: Tensor,
@@ -189,7 +193,9 @@ def log_next_position(
     log_q = torch.full(states.shape, -torch.inf, dtype=torch.float64, device=states.device)
     if not sample.numel():
         return log_q
-    if memo is None and states.is_cuda:  # a few more states cost less there than finding equal ones
+    if memo is None and _is_remote(
+        model, states
+    ):  # a few more states cost less there than finding equal ones
         scores = _position_scores(model, snapshots, roots, states, sample, which)
         log_q[sample, which] = masked_log_softmax(scores, eligible[sample, which])
         return log_q
@@ -215,8 +221,18 @@ def log_next_position(
     return log_q
 
 
+def _is_remote(model: OrderModel | PositionScores, states: Tensor) -> bool:
+    """Whether scores are computed on a GPU."""
+    return states.is_cuda or not isinstance(model, OrderModel)
+
+
 def _position_scores(
-    model: OrderModel, snapshots: Snapshots, roots: Tensor, states: Tensor, sample: Tensor, which: Tensor
+    model: OrderModel | PositionScores,
+    snapshots: Snapshots,
+    roots: Tensor,
+    states: Tensor,
+    sample: Tensor,
+    which: Tensor,
 ) -> Tensor:
     """Scores fp64 [B, L] of the states (``sample``, ``which``), both int64 [B]; 0 outside their snapshot.
 
@@ -224,7 +240,8 @@ def _position_scores(
     """
     masked = snapshots.masked
     num_positions = masked.sum(dim=1)
-    width = int(num_positions.max())
+    together = _is_remote(model, states)  # of one width: a graph on the device serves every state
+    width = states.shape[-1] if together else int(num_positions.max())
     positions = masked.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
     used, used_index = sample.unique(return_inverse=True)
     own = snapshots.select(used)
@@ -235,10 +252,12 @@ def _position_scores(
     sizes = num_positions[sample]
     order = sizes.sort(stable=True).indices
     scores = torch.zeros(sample.shape[0], states.shape[-1], dtype=torch.float64, device=states.device)
-    for some in order.split(order.numel() if states.is_cuda else _STATES_AT_ONCE):
-        wide = width if states.is_cuda else int(sizes[some[-1]])
+    for some in order.split(order.numel() if together else _STATES_AT_ONCE):
+        wide = width if together else int(sizes[some[-1]])
         features = torch.cat((stale[used_index[some], :wide], path[some, :wide]), dim=-1)
-        found = model(features.to(model.embed.weight.dtype), present[some, :wide]).double()
+        if isinstance(model, OrderModel):
+            features = features.to(model.embed.weight.dtype)
+        found = model(features, present[some, :wide]).double()
         at = positions[sample[some], :wide]
         found = torch.where(present[some, :wide], found, 0.0)
         scores[some] = scores[some].scatter(1, at, found)

@@ -17,6 +17,7 @@ from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position
+from dlmgrid.workers.drafting.placed_model import PlacedModel
 
 
 class SpotDrafter:
@@ -30,6 +31,11 @@ class SpotDrafter:
         self._model = model.double().eval()
         self._min_log_mass = min_log_mass
         self._memo: ScoreMemo | None = None
+        self._placed: PlacedModel | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Compute scores on ``device``, whatever device the states are on."""
+        self._placed = PlacedModel(self._model, device)
 
     def share(self, memo: ScoreMemo) -> None:
         """Keep scores in ``memo``, and take those that drafters of the same model left there (replay only)."""
@@ -37,8 +43,7 @@ class SpotDrafter:
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
-        model = self._model.to(inputs.roots.device)
-
+        model = self._placed or self._model.to(inputs.roots.device)
         memo = self._memo
         root_keys = None if memo is None else _root_keys(inputs)
 
