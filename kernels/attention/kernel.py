@@ -19,16 +19,27 @@ import triton.language as tl
 
 
 @triton.jit
-def _step(queries, keys, values, present, scale, maximum, total, output):
-    """One key tile: keys [d, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen."""
-    scores = tl.dot(queries, keys, input_precision="ieee") * scale
-    scores = tl.where(present, scores, -float("inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    decay = tl.exp(maximum - new_maximum)
-    weights = tl.exp(scores - new_maximum[:, None])
+def _score(queries, keys):
+    """Unscaled scores of one key tile, ``keys`` [d, TILE]."""
+    return tl.dot(queries, keys, input_precision="ieee")
+
+
+@triton.jit
+def _step(scores, values, present, is_masked, scale, maximum, total, output):
+    """One key tile: scores [ROWS, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen (read
+    if ``is_masked``).
+
+    States and ``scale`` are in base 2. The product with the values is added to the rescaled output inside the tensor
+    cores; a state whose maximum is -inf counts as empty whatever finite output it holds.
+    """
+    if is_masked:
+        scores = tl.where(present, scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    decay = tl.exp2(maximum - new_maximum)
+    shift = tl.broadcast_to(-new_maximum[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, shift))
     total = tl.fma(total, decay, tl.sum(weights, 1))
-    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    output = tl.fma(output, tl.broadcast_to(decay[:, None], output.shape), product)
+    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
     return new_maximum, total, output
 
 
@@ -39,8 +50,8 @@ def _merge(maximum, total, output, next_maximum, next_total, next_output):
     An empty one changes no bit. Which product is fused into the sum is spelled out: it must not differ between kernels.
     """
     joint = tl.maximum(maximum, next_maximum)
-    first = tl.exp(maximum - joint)
-    second = tl.exp(next_maximum - joint)
+    first = tl.exp2(maximum - joint)
+    second = tl.exp2(next_maximum - joint)
     total = tl.fma(total, first, next_total * second)
     output = tl.fma(output, tl.broadcast_to(first[:, None], output.shape), next_output * second[:, None])
     return joint, total, output
@@ -65,25 +76,34 @@ def _cached_tiles(
     """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
-    inside = columns < WIDTH
-    position = first * TILE + offsets
-    keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
-    values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
+    inside = (columns < WIDTH)[None, :]
+    within = offsets[:, None] * WIDTH + columns[None, :]
     maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    cached_keys += first * tile_stride
+    cached_values += first * tile_stride
     for tile in range(first, stop):
-        keys = _load(keys_at, inside[:, None], WIDTH == PADDED_WIDTH)
-        values = _load(values_at, inside[None, :], WIDTH == PADDED_WIDTH)
-        present = (position >= first_key)[None, :]
-        keys_at += tile_stride
-        values_at += tile_stride
-        position += TILE
-        maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
+        keys = tl.trans(_load(cached_keys + within, inside, WIDTH == PADDED_WIDTH))
+        values = _load(cached_values + within, inside, WIDTH == PADDED_WIDTH)
+        cached_keys += tile_stride
+        cached_values += tile_stride
+        scores = _score(queries, keys)
         if SEQUENTIAL:
-            if tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1:
+            # here, past the scores' product, the output is at rest: reading it elsewhere would serialise the products
+            if (tile % TILES_PER_SPLIT == 0) & (tile > first):
                 before_maximum, before_total, before_output = _merge(
                     before_maximum, before_total, before_output, maximum, total, output
                 )
-                maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+                maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        absent = first_key - tile * TILE  # leading keys of this tile that hold nothing
+        maximum, total, output = _step(
+            scores, values, (offsets >= absent)[None, :], absent > 0, scale, maximum, total, output
+        )
+    if SEQUENTIAL:
+        if (stop % TILES_PER_SPLIT == 0) & (stop > first):
+            before_maximum, before_total, before_output = _merge(
+                before_maximum, before_total, before_output, maximum, total, output
+            )
+            maximum, total, output = _empty(ROWS, PADDED_WIDTH)
     return before_maximum, before_total, before_output, maximum, total, output
 
 
@@ -130,19 +150,26 @@ def _own_tile(
         value_tile = tl.load(
             values_at[:, None] + columns[None, :], mask=is_held[:, None] & inside[None, :], other=0.0
         )
+        scores = _score(queries, key_tile)
         if L * GROUP % ROWS == 0:  # a row tile lies in one segment
             maximum, total, output = _step(
-                queries, key_tile, value_tile, present, scale, maximum, total, output
+                scores, value_tile, present, True, scale, maximum, total, output
             )
         else:
             new_maximum, new_total, new_output = _step(
-                queries, key_tile, value_tile, present, scale, maximum, total, output
+                scores, value_tile, present, True, scale, maximum, total, output
             )
             chosen = in_group == member
             maximum = tl.where(chosen, new_maximum, maximum)
             total = tl.where(chosen, new_total, total)
             output = tl.where(chosen[:, None], new_output, output)
     return maximum, total, output
+
+
+@triton.jit
+def _natural_sum(maximum, total):
+    """The natural log-sum-exp of a state in base 2."""
+    return (maximum + tl.log2(total)) * 0.6931471805599453
 
 
 @triton.jit
@@ -240,7 +267,7 @@ def attention_kernel(
             out + state_row[:, None] * WIDTH + columns[None, :],
             (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
         )  # fmt: skip
-        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+        tl.store(log_sums + state_row, _natural_sum(maximum, total), mask=held)
     else:
         if SEQUENTIAL:
             tl.store(state_max + state_row, maximum, mask=held)
@@ -311,7 +338,7 @@ def merge_kernel(
             out + state_row[:, None] * WIDTH + columns[None, :],
             (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
         )  # fmt: skip
-        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+        tl.store(log_sums + state_row, _natural_sum(maximum, total), mask=held)
 
 
 @triton.jit
@@ -360,4 +387,4 @@ def own_block_kernel(
         out + result_row[:, None] * WIDTH + columns[None, :],
         (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
     )  # fmt: skip
-    tl.store(log_sums + result_row, maximum + tl.log(total), mask=held)
+    tl.store(log_sums + result_row, _natural_sum(maximum, total), mask=held)

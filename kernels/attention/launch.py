@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -126,7 +128,7 @@ def attend_block(
             queries, keys, values, key_cache, value_cache, row_map.contiguous(), *boundary, out, log_sums,
             plan.tiles(group), plan.segments, queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1),
             values.stride(0), values.stride(1),
-            *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
+            *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
             num_packed * num_heads, **_sizes(length, group, width, plan), FIELDS=plan.FIELDS, **_options(queries),
         )  # fmt: skip
     return out, log_sums
@@ -177,7 +179,7 @@ def _launch(
     attention_kernel[(num_tiles, num_kv_heads, 1 if sequential else plan.num_splits)](
         queries, own, own_values, key_cache, value_cache, result, sums, *split_states,
         plan.tiles(group), plan.segments, *strides,
-        *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
+        *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
         num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries),
     )  # fmt: skip
     if not sequential:
@@ -185,6 +187,14 @@ def _launch(
             *split_states, result, sums, *states, plan.tiles(group), plan.segments, num_heads, num_states,
             **{**sizes, "ROWS": _MERGED_ROWS}, **common, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
+
+
+def _base_2_scale(width: int, scale: float | None) -> float:
+    """What takes a product to an exponent of 2: the scale times log2(e)."""
+    scale = width**-0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"block_attention: scale {scale}; want a positive number")
+    return scale * math.log2(math.e)
 
 
 def _sizes(length: int, group: int, width: int, plan: LaunchPlan) -> dict[str, int]:
