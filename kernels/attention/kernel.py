@@ -152,9 +152,7 @@ def _own_tile(
         )
         scores = _score(queries, key_tile)
         if L * GROUP % ROWS == 0:  # a row tile lies in one segment
-            maximum, total, output = _step(
-                scores, value_tile, present, True, scale, maximum, total, output
-            )
+            maximum, total, output = _step(scores, value_tile, present, True, scale, maximum, total, output)
         else:
             new_maximum, new_total, new_output = _step(
                 scores, value_tile, present, True, scale, maximum, total, output
