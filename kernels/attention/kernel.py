@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmgrid.kernels.dependent_launch import wait_for_previous
+
 
 @triton.jit
 def _score(queries, keys):
@@ -211,7 +213,7 @@ def attention_kernel(
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    BOUNDARY: tl.constexpr,
+    BOUNDARY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads, splits or 1).
 
@@ -219,6 +221,7 @@ def attention_kernel(
     of the states [splits, rows, ...]. BOUNDARY: the own tile is left out and the states before it are kept, the
     merged splits before the last in entry 0, the last split's in entry 1. A tile of no rows pads the plan.
     """
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(1)
     where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
@@ -285,9 +288,10 @@ def merge_kernel(
     num_heads, num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, BOUNDARY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads, parts of a row tile of ROWS rows): the splits of each row in ascending order."""
+    wait_for_previous(OVERLAP)
     where, rows = _rows_of_tile(
         tiles, segments, tl.program_id(0), tl.program_id(2) * ROWS, tl.program_id(1), L, GROUP, FIELDS, ROWS
     )
@@ -346,9 +350,10 @@ def own_block_kernel(
     value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
-    FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    FIELDS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads): the own tile on top of the states that ``row_map`` points each row to."""
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(1)
     where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where

@@ -15,6 +15,7 @@ from dlmgrid.kernels.attention.kernel import (
 )
 from dlmgrid.kernels.attention.launch_plan import ROW_TILES, LaunchPlan
 from dlmgrid.kernels.attention.reference import SPLIT_KEYS, TILE_KEYS, TILES_PER_SPLIT
+from dlmgrid.kernels.dependent_launch import launch_options
 from dlmgrid.kernels.triton_support import (
     check_float_type,
     check_one_device,
@@ -135,6 +136,7 @@ def attend_block(
             *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
             num_packed * num_heads, **_sizes(length, group, width, row_tile), FIELDS=plan.FIELDS,
             **_options(queries, row_tile),
+            **launch_options(queries.device),
         )  # fmt: skip
     return out, log_sums
 
@@ -189,11 +191,13 @@ def _launch(
         tiles, plan.segments, *strides,
         *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
         num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries, row_tile),
+            **launch_options(queries.device),
     )  # fmt: skip
     if not sequential:
         merge_kernel[(len(tiles), num_kv_heads, row_tile // _MERGED_ROWS)](
             *split_states, result, sums, *states, tiles, plan.segments, num_heads, num_states,
             **{**sizes, "ROWS": _MERGED_ROWS}, **common, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+            **launch_options(queries.device),
         )  # fmt: skip
 
 
