@@ -112,14 +112,15 @@ def _cached_tiles(
 @triton.jit
 def _own_tile(
     queries, in_group, in_block, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
-    first_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride, own_head_stride,
+    first_segment, own_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride,
+    own_head_stride,
     value_stride, value_head_stride,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """The tile with the own block, for every segment that the row tile touches.
 
-    Positions before the block come from the cache (pointers to this tile), the block's own from ``keys`` and
+    ``own_segment`` is the first of them. Positions before the block come from the cache (pointers to this tile), the block's own from ``keys`` and
     ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a segment's position.
     """
     offsets = tl.arange(0, TILE)
@@ -134,7 +135,10 @@ def _own_tile(
     position = tl.where(is_own, offsets - block_at, 0)
     last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
     for member in tl.range(first_row // (L * GROUP), last_row // (L * GROUP) + 1, num_stages=1):
-        segment = tl.load(segments + first_segment + member).to(tl.int64)
+        segment = own_segment
+        if L * GROUP % ROWS != 0:
+            segment = tl.load(segments + first_segment + member)
+        segment = segment.to(tl.int64)
         own_row = segment * L + position
         if MAPPED:
             own_row = tl.load(row_map + own_row, mask=is_own, other=0).to(tl.int64)
@@ -228,6 +232,9 @@ def attention_kernel(
     if num_group_rows == 0:
         return
     held, in_group, in_block, packed, head = rows
+    own_segment = tl.load(
+        segments + first_segment + first_row // (L * GROUP)
+    )  # early: the own tile hangs on it
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     queries = tl.load(
@@ -258,7 +265,7 @@ def attention_kernel(
             base = own_tile.to(tl.int64) * tile_stride
             within_maximum, within_total, within_output = _own_tile(
                 queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
-                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale,
+                cached_values + base, k, v, k, segments, first_segment, own_segment, kv_head, start, first_key, causal, scale,
                 within_maximum, within_total, within_output, own_stride, own_head_stride,
                 value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
@@ -360,6 +367,7 @@ def own_block_kernel(
     if num_group_rows == 0:
         return
     held, in_group, in_block, packed, head = rows
+    own_segment = tl.load(segments + first_segment + first_row // (L * GROUP))
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     source = tl.load(row_map + packed, mask=held, other=0).to(tl.int64)
@@ -380,7 +388,7 @@ def own_block_kernel(
     )
     maximum, total, output = _own_tile(
         queries, in_group, in_block, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
-        segments, first_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
+        segments, first_segment, own_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
         own_stride, own_head_stride,
     value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
     )  # fmt: skip
