@@ -120,8 +120,9 @@ def _own_tile(
 ):  # fmt: skip
     """The tile with the own block, for every segment that the row tile touches.
 
-    ``own_segment`` is the first of them. Positions before the block come from the cache (pointers to this tile), the block's own from ``keys`` and
-    ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a segment's position.
+    ``own_segment`` is the first of them. Positions before the block come from the cache (pointers to this tile), the
+    block's own from ``keys`` and ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a
+    segment's position.
     """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
@@ -265,8 +266,8 @@ def attention_kernel(
             base = own_tile.to(tl.int64) * tile_stride
             within_maximum, within_total, within_output = _own_tile(
                 queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
-                cached_values + base, k, v, k, segments, first_segment, own_segment, kv_head, start, first_key, causal, scale,
-                within_maximum, within_total, within_output, own_stride, own_head_stride,
+                cached_values + base, k, v, k, segments, first_segment, own_segment, kv_head, start, first_key, causal,
+                scale, within_maximum, within_total, within_output, own_stride, own_head_stride,
                 value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
     if SEQUENTIAL and not BOUNDARY:
