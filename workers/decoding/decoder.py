@@ -43,7 +43,7 @@ from dlmgrid.workers.decoding.folded import count_folds, recheck_round
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
-from dlmgrid.workers.decoding.reading import TransitionRule
+from dlmgrid.workers.decoding.reading import Predictor, TransitionRule
 from dlmgrid.workers.decoding.settings import GREEDY_MATCH, STOP_POLICIES, VERIFICATIONS, DecodeSettings
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
@@ -372,8 +372,16 @@ class Decoder:
         segments = torch.tensor(round_.next_segments, device=self._device)[which]
         length = self.settings.block_length
         read = hidden[segments.to(hidden.device)].flatten(0, 1)
-        found = summarize(self.target.logits(read), self.settings.temperature)
-        summary = Summary(*(part.to(self._device) for part in found))
+        if (
+            isinstance(self.target, Predictor)
+            and self.target.predicts_rows
+            and self.settings.temperature in (0, 1)
+        ):
+            rows = (segments[:, None] * length + torch.arange(length)).flatten()
+            summary = self.target.predict(hidden, rows, 0.0, None).summary  # the same at T = 1
+        else:
+            found = summarize(self.target.logits(read), self.settings.temperature)
+            summary = Summary(*(part.to(self._device) for part in found))
         if self.settings.records_window and self.recorder is not None:
             for row, index in enumerate(which.tolist()):
                 own = slice(row * length, (row + 1) * length)

@@ -100,6 +100,12 @@ class Engine(ModelHead):
             )
         self.fold_report: FoldReport | None = None
 
+    def release(self) -> None:
+        """As :meth:`ModelHead.release`: keys, values and graphs."""
+        super().release()
+        self._graphs = None
+        self._keys = self._values = torch.empty(0)
+
     def cached_length(self, slot: int) -> int:
         """Positions of ``slot`` that hold stored keys and values, from 0."""
         return self._cached[slot]

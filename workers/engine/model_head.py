@@ -68,6 +68,10 @@ class ModelHead:
         self._linear = self.operators.linear
         self._row_graphs: RowGraphs | None = None
 
+    def release(self) -> None:
+        """Give up the buffers, so that an engine with more room can take their place; it can do nothing after."""
+        self._row_graphs = None
+
     def check_room(self, max_length: int, num_cached: int, budget_bytes: int | None) -> None:
         """Raise InputError where buffers of ``num_cached`` slots do not fit ``budget_bytes`` (by default what the
         device has free beside the weights)."""

@@ -28,6 +28,9 @@ from dlmgrid.workers.models.weights import ModelWeights
 MOST_GRAPHS = 192
 """Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
 
+MOST_SEGMENTS = 128
+"""Segments of a pass that has a graph; a larger one, the prefill of many samples say, seldom comes twice."""
+
 _ALIGNED = 32  # entries: every table begins at a multiple of 128 bytes
 
 
@@ -48,9 +51,8 @@ class Blocks:
 class _Shape:
     """Buffers and graph of the passes of one shape."""
 
-    def __init__(
-        self, sizes: Sequence[int], rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, sizes: Sequence[int], hidden: Tensor) -> None:
+        device = hidden.device
         firsts = [0]
         for size in sizes:
             firsts.append(firsts[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -58,7 +60,7 @@ class _Shape:
         self.is_gpu = device.type == "cuda"
         self._up = torch.zeros(firsts[-1], dtype=torch.int32, pin_memory=self.is_gpu)
         self._down = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
-        self.hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self.hidden = hidden
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
         self._sent = torch.cuda.Event() if self.is_gpu else None
@@ -105,6 +107,7 @@ class PassGraphs:
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._shapes: dict[tuple[int, int, bool], _Shape] = {}
         self._offsets = torch.arange(block_length, dtype=torch.int32)
+        self._hidden: Tensor | None = None
         self._pool: Any = None  # torch's handle of the graphs' shared memory
 
     def run(self, tokens: Tensor, blocks: Blocks) -> Tensor:
@@ -133,13 +136,27 @@ class PassGraphs:
             if len(self._shapes) >= MOST_GRAPHS:
                 self._shapes.clear()
                 self._pool = None
-            rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
-            tables = self._plan_shape(num).size
-            weight = self._weights.embedding
-            self._shapes[key] = _Shape(
-                (rows, rows, num, num, tables), rows, self._config.hidden_size, weight.dtype, weight.device
-            )
+            shape = self._new_shape(num)
+            if num > MOST_SEGMENTS:
+                return shape
+            self._shapes[key] = shape
         return self._shapes[key]
+
+    def _new_shape(self, num: int) -> _Shape:
+        """The shapes with graphs share one buffer of hidden states, since every pass copies its own out."""
+        rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
+        most = -(-MOST_SEGMENTS * self._length // PANEL_ROWS) * PANEL_ROWS
+        if self._hidden is None or rows > most:
+            weight = self._weights.embedding
+            size = (max(rows, most), self._config.hidden_size)
+            hidden = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+            if rows > most:
+                return _Shape(self._sizes(num, rows), hidden)
+            self._hidden = hidden
+        return _Shape(self._sizes(num, rows), self._hidden[:rows])
+
+    def _sizes(self, num: int, rows: int) -> tuple[int, ...]:
+        return rows, rows, num, num, self._plan_shape(num).size
 
     def _plan_shape(self, num: int) -> PlanShape:
         cache = self._key_cache
