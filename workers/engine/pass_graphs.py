@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import SPLIT_KEYS
-from dlmgrid.kernels.attention.fixed_plan import FixedPlan
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.operators import Operators
 from dlmgrid.workers.models.config import ModelConfig
@@ -165,7 +165,18 @@ class PassGraphs:
         return _Shape(self._sizes(num, rows), self._hidden[:rows])
 
     def _sizes(self, num: int, rows: int) -> tuple[int, ...]:
-        return rows, rows, num, num, FixedPlan.size(num, self._length, self._group)
+        return rows, rows, num, num, self._plan_shape(num).size
+
+    def _plan_shape(self, num: int) -> PlanShape:
+        cache = self._key_cache
+        return PlanShape(
+            num,
+            self._length,
+            self._group,
+            self._config.num_key_value_heads,
+            cache.shape[-1],
+            cache.element_size(),
+        )
 
     def _tables(self, tokens: Tensor, blocks: Blocks, rows: int) -> list[Tensor]:
         num = len(blocks.slots)
@@ -177,8 +188,7 @@ class PassGraphs:
         plan = FixedPlan.tables_of(
             blocks.slots,
             blocks.on_grid,
-            self._length,
-            self._group,
+            self._plan_shape(num),
             first_keys=blocks.first_keys,
             causal=blocks.causal,
         )
@@ -190,10 +200,7 @@ class PassGraphs:
         """Queue the pass: from the tables of ``shape`` to its hidden states."""
         tokens, positions, slots, starts, tables = shape.tables
         cosines, sines, query_scale = self._turns(positions)
-        plan = FixedPlan(
-            tables, num_segments=num, block_length=self._length, group=self._group,
-            num_kv_heads=self._config.num_key_value_heads, num_splits=splits,
-        )  # fmt: skip
+        plan = FixedPlan(tables, self._plan_shape(num), num_splits=splits)
         inputs = PassInputs(
             tokens=tokens,
             cosines=cosines,
