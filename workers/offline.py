@@ -18,6 +18,7 @@ from typing import Any
 
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
@@ -101,6 +102,8 @@ def decode_units(
         replace(rebase(unit, out, checkpoint, device), num_compared=num_compared)
         for unit in part_of(read_units(path), *part)
     ]
+    for name in sorted({unit.device for unit in units}):
+        check_device(name)
     runners: dict[str, UnitRunner] = {}
     num_errors = 0
     for number, unit in enumerate(units, 1):

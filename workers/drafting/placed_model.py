@@ -13,7 +13,7 @@ from torch import Tensor
 from dlmgrid.workers.drafting.order_model import NUM_FEATURES, OrderModel
 
 STATE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""States are padded to the next of these, and each number replays one CUDA graph; more are computed without one."""
+"""States are padded to the next of these, and each number replays one CUDA graph; more are computed in parts."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,11 @@ class PlacedModel:
     def __call__(self, features: Tensor, present: Tensor) -> Tensor:
         """As :class:`OrderModel`: features [B, M, 74], present bool [B, M], both on the CPU, to fp64 [B, M] there."""
         count, width, _ = features.shape
-        size = next((bucket for bucket in STATE_BUCKETS if bucket >= count), count)
+        most = STATE_BUCKETS[-1]
+        if count > most:
+            parts = zip(features.split(most), present.split(most), strict=True)
+            return torch.cat([self(*part) for part in parts])
+        size = next(bucket for bucket in STATE_BUCKETS if bucket >= count)
         key = (size, width)
         is_new = key not in self._submissions
         if is_new:
@@ -52,7 +56,7 @@ class PlacedModel:
         given = self._submissions[key]
         given.features[:count] = features.double().to(self._device)
         given.present[:count] = present.to(self._device)
-        if is_new or self._device.type != "cuda" or size > STATE_BUCKETS[-1]:
+        if is_new or self._device.type != "cuda":
             given.scores = self._model(given.features, given.present)
         elif given.graph is None:
             given.graph = torch.cuda.CUDAGraph()
