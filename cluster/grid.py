@@ -321,8 +321,6 @@ class Grid(_Entry):
                 "or use numerics: fast, whose rows are compared as well"
             )
         has_folds = any(method.fold is not None for method in self.methods)
-        if has_folds and self.kernels == "triton":
-            raise ValueError("fold runs with kernels: torch; put the folded methods into a grid of their own")
         if has_folds and any(decoder.window for decoder in self.decoder):
             raise ValueError(
                 "fold and window do not go together; put the folded methods into a grid of their own"

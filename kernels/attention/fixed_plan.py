@@ -33,8 +33,35 @@ class FixedPlan:
         split = self._most_tiles * self.FIELDS
         self._tiles = tables[:split].view(self._most_tiles, self.FIELDS)
         self.segments = tables[split : split + num_segments]
-        programs = -(-num_segments * block_length * group // self.ROWS) * num_kv_heads
-        self._sequential = num_splits == 1 or programs >= PROGRAMS_THAT_FILL_A_GPU
+        self._sequential = self._fills(num_segments * block_length, group, num_kv_heads, num_splits)
+
+    @classmethod
+    def of_tiles(
+        cls, tiles: Tensor, segments: Tensor, *, block_length: int, group: int, num_kv_heads: int, num_splits: int,
+        expected_rows: int | None = None,
+    ) -> FixedPlan:  # fmt: skip
+        """A plan whose row tiles [:meth:`most_tiles`, FIELDS] were made on the device; ``segments`` int32 [N].
+
+        ``expected_rows``: of the N · L rows, how many are likely to be there (None: all); no bit depends on it.
+        """
+        num = segments.shape[0]
+        if tiles.shape != (cls.most_tiles(num, block_length, group), cls.FIELDS):
+            raise ValueError(
+                f"row tiles {tuple(tiles.shape)} are not those of {num} blocks of {block_length}"
+            )
+        plan: FixedPlan = object.__new__(cls)
+        plan.block_length, plan.num_segments, plan.num_splits = block_length, num, num_splits
+        plan.device = tiles.device
+        plan._group = group
+        plan._most_tiles = len(tiles)
+        plan._tiles, plan.segments = tiles, segments
+        plan._sequential = cls._fills(expected_rows or num * block_length, group, num_kv_heads, num_splits)
+        return plan
+
+    @classmethod
+    def _fills(cls, num_rows: int, group: int, num_kv_heads: int, num_splits: int) -> bool:
+        programs = -(-num_rows * group // cls.ROWS) * num_kv_heads
+        return num_splits == 1 or programs >= PROGRAMS_THAT_FILL_A_GPU
 
     @classmethod
     def most_tiles(cls, num_segments: int, block_length: int, group: int) -> int:

@@ -202,13 +202,13 @@ class Decoder:
             for sample, segments in zip(denoising, round_.counted_segments(), strict=True):
                 rows[id(sample)] += segments * length
         fold = None if round_ is None else self.settings.fold
-        hidden = packed.run(self.target, causal=self.settings.causal, fold=fold)
+        hidden = packed.run(self.target, causal=self.settings.causal, fold=fold, timed=self.settings.profiled)
         verified = self._clock()
         seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
         if round_ is not None:
+            self._walk(round_, self._predicting(hidden), rows)
             if fold is not None:
                 count_folds(self.target, round_)
-            self._walk(round_, self._predicting(hidden), rows)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:

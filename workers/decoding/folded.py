@@ -38,11 +38,9 @@ def count_folds(target: Target, round_: Round) -> None:
         before = generation.fold_recomputed or [0] * len(made)
         generation.fold_recomputed = [a + b for a, b in zip(before, made, strict=True)]
         generation.fold_rows += rows - report.length
-        share = rows / all_rows
-        generation.seconds.select += report.select * share
-        generation.seconds.move += report.move * share
-        generation.seconds.compute += report.compute * share
-        generation.seconds.correct += report.correct * share
+        for stage, spent in (report.seconds or {}).items():
+            before_it = getattr(generation.seconds, stage)
+            setattr(generation.seconds, stage, before_it + spent * rows / all_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,8 @@ class FoldingTarget(Protocol):
         store: Tensor,
         causal: bool = False,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
+        *,
+        timed: bool = False,
     ) -> Tensor: ...
 
 
@@ -76,8 +78,16 @@ class Packed:
         """Have a segment store its keys and values: the next block of the pass reads them."""
         self._stores[segment] = True
 
-    def run(self, target: Target, *, causal: bool = False, fold: FoldSettings | None = None) -> Tensor:
-        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally; ``fold``: states with parents fold.
+    def run(
+        self,
+        target: Target,
+        *,
+        causal: bool = False,
+        fold: FoldSettings | None = None,
+        timed: bool = False,
+    ) -> Tensor:
+        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally; ``fold``: states with parents fold, in
+        stages that are ``timed`` apart.
 
         Raises ValueError for folds on a target that has none.
         """
@@ -92,7 +102,7 @@ class Packed:
             return target.forward(*arguments)
         if not isinstance(target, FoldingTarget):
             raise ValueError("fold: this target computes no folded pass")
-        return target.forward(*arguments, fold=(fold, self._parents))
+        return target.forward(*arguments, fold=(fold, self._parents), timed=timed)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,9 +1,10 @@
 """Passes of a fixed shape over fixed buffers: on a GPU one CUDA graph for each shape, replayed for every pass of it.
 
-All that differs between passes of a shape (tokens, positions, where blocks lie and which are stored) goes up in one
-copy. A shape is the number of segments, the bucket of splits of the longest prefix, and whether any block is stored.
-The first pass of a shape runs launch by launch, which compiles its kernels; the second is captured. In Triton's
-interpreter every pass runs launch by launch.
+All that differs between passes of a shape (tokens, positions, where blocks lie and which are stored, fold parents and
+τ) goes up in one copy. A shape is the number of segments, the bucket of splits of the longest prefix, whether any block
+is stored, and for a folded pass what its gate compares with and how many rows are expected to be computed (a hint: no
+bit depends on it). The first pass of a shape runs launch by launch, which compiles its kernels; the second is captured.
+In Triton's interpreter every pass runs launch by launch.
 
 Legend: N segments of L tokens, R = N · L rows, rounded up to whole panels, H hidden size.
 """
@@ -21,12 +22,18 @@ from dlmgrid.kernels.attention import SPLIT_KEYS
 from dlmgrid.kernels.attention.fixed_plan import FixedPlan
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.operators import Operators
+from dlmgrid.kernels.specfold import FoldLayout, FoldTables
+from dlmgrid.workers.folding.fold import FoldReport
+from dlmgrid.workers.folding.layers import run_folded_layers
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.layers import PassInputs, run_layers
 from dlmgrid.workers.models.weights import ModelWeights
 
 MOST_GRAPHS = 192
 """Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
+
+_EXPECTED_SHARES = 4
+"""A folded pass is expected to compute as many quarters of its rows as the one before it did."""
 
 _ALIGNED = 32  # entries: every table begins at a multiple of 128 bytes
 
@@ -45,6 +52,17 @@ class Blocks:
     written: Sequence[bool]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Key:
+    """What graphs differ by; ``gate`` "" and ``quarters`` 0 for a pass that does not fold."""
+
+    num: int
+    splits: int
+    stores: bool
+    gate: str = ""
+    quarters: int = 0
+
+
 class _Shape:
     """Buffers and graph of the passes of one shape."""
 
@@ -59,6 +77,7 @@ class _Shape:
         self._up = torch.zeros(firsts[-1], dtype=torch.int32, pin_memory=self.is_gpu)
         self._down = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
         self.hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self.counts: Tensor | None = None  # int32 [layers, N] of a folded pass, as the graph leaves it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
         self._sent = torch.cuda.Event() if self.is_gpu else None
@@ -103,42 +122,66 @@ class PassGraphs:
         self._turns = turns
         self._length = block_length
         self._group = config.num_attention_heads // config.num_key_value_heads
-        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._shapes: dict[_Key, _Shape] = {}
         self._offsets = torch.arange(block_length, dtype=torch.int32)
+        self.fold_report: FoldReport | None = None
         self._pool: Any = None  # torch's handle of the graphs' shared memory
 
-    def run(self, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H]."""
+    def run(self, tokens: Tensor, blocks: Blocks, layout: FoldLayout | None = None) -> Tensor:
+        """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H].
+
+        With a ``layout`` the pass folds, and ``fold_report`` says what it computed.
+        """
         num = len(blocks.slots)
-        splits = 1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length()
-        stores = any(blocks.written)
-        shape = self._shape(num, splits, stores)
-        shape.send(self._tables(tokens, blocks, shape.hidden.shape[0]))
+        key = _Key(
+            num=num,
+            splits=1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length(),
+            stores=any(blocks.written),
+            gate="" if layout is None else layout.gate,
+            quarters=0 if layout is None else self._expected_quarters(),
+        )
+        shape = self._shape(key)
+        parts = self._tables(tokens, blocks, shape.hidden.shape[0])
+        shape.send(parts if layout is None else [*parts, FoldTables.buffer_of(layout)])
         if shape.graph is not None:
             shape.graph.replay()
         elif shape.is_gpu and shape.runs:
             shape.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(shape.graph, pool=self._pool):
-                self._compute(shape, num, splits, stores)
+                self._compute(shape, key)
             self._pool = self._pool or shape.graph.pool()
             shape.graph.replay()
         else:
-            self._compute(shape, num, splits, stores)
+            self._compute(shape, key)
         shape.runs += 1
+        if layout is not None:
+            assert shape.counts is not None
+            self.fold_report = FoldReport(
+                [parent >= 0 for parent in layout.parents], self._length, shape.counts
+            )
         return shape.hidden[: num * self._length].view(num, self._length, -1).clone()
 
-    def _shape(self, num: int, splits: int, stores: bool) -> _Shape:
-        key = (num, splits, stores)
+    def _expected_quarters(self) -> int:
+        """In how many quarters of its rows the last folded pass, if it has been read, had something to compute."""
+        report = self.fold_report
+        if report is None or not report.is_read:
+            return _EXPECTED_SHARES
+        all_rows = len(report.is_foldable) * report.length * len(report.own_rows)
+        share = sum(map(sum, report.own_rows)) / all_rows
+        return min(_EXPECTED_SHARES, int(share * _EXPECTED_SHARES) + 1)
+
+    def _shape(self, key: _Key) -> _Shape:
         if key not in self._shapes:
             if len(self._shapes) >= MOST_GRAPHS:
                 self._shapes.clear()
                 self._pool = None
+            num = key.num
             rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
-            tables = FixedPlan.size(num, self._length, self._group)
+            sizes = [rows, rows, num, num, FixedPlan.size(num, self._length, self._group)]
+            if key.gate:
+                sizes.append(FoldTables.size(num, self._config.num_hidden_layers))
             weight = self._weights.embedding
-            self._shapes[key] = _Shape(
-                (rows, rows, num, num, tables), rows, self._config.hidden_size, weight.dtype, weight.device
-            )
+            self._shapes[key] = _Shape(sizes, rows, self._config.hidden_size, weight.dtype, weight.device)
         return self._shapes[key]
 
     def _tables(self, tokens: Tensor, blocks: Blocks, rows: int) -> list[Tensor]:
@@ -160,13 +203,15 @@ class PassGraphs:
         return [flat, positions, *integers, plan]
 
     @torch.inference_mode()
-    def _compute(self, shape: _Shape, num: int, splits: int, stores: bool) -> None:
-        """Queue the pass: from the tables of ``shape`` to its hidden states."""
-        tokens, positions, slots, starts, tables = shape.tables
+    def _compute(self, shape: _Shape, key: _Key) -> None:
+        """Queue the pass: from the tables of ``shape`` to its hidden states, and its counts where it folds."""
+        num, length = key.num, self._length
+        tokens, positions, slots, starts, tables, *fold_tables = shape.tables
+        heads = (self._config.num_attention_heads, self._config.num_key_value_heads)
         cosines, sines, query_scale = self._turns(positions)
         plan = FixedPlan(
-            tables, num_segments=num, block_length=self._length, group=self._group,
-            num_kv_heads=self._config.num_key_value_heads, num_splits=splits,
+            tables, num_segments=num, block_length=length, group=self._group, num_kv_heads=heads[1],
+            num_splits=key.splits,
         )  # fmt: skip
         inputs = PassInputs(
             tokens=tokens,
@@ -174,11 +219,24 @@ class PassGraphs:
             sines=sines,
             query_scale=query_scale,
             num_segments=num,
-            block_length=self._length,
+            block_length=length,
             plan=plan,
-            writes=(slots, starts) if stores else None,
+            writes=(slots, starts) if key.stores else None,
         )
-        hidden = run_layers(
-            self._config, self._weights, inputs, self._key_cache, self._value_cache, self._operators
-        )
-        shape.hidden.copy_(hidden)
+        model = (self._config, self._weights, inputs, self._key_cache, self._value_cache, self._operators)
+        if not key.gate:
+            shape.hidden.copy_(run_layers(*model))
+            return
+        from dlmgrid.kernels.specfold.device_folding import DeviceFolds
+
+        folds = DeviceFolds(
+            FoldTables(fold_tables[0], num, self._config.num_hidden_layers), self._operators, gate=key.gate,
+            block_length=length, heads=heads, num_splits=key.splits,
+            expected_rows=-(-num * length * key.quarters // _EXPECTED_SHARES),
+        )  # fmt: skip
+        hidden = run_folded_layers(*model, folds)
+        shape.hidden[: num * length].copy_(hidden[: num * length])
+        counts = folds.computed_rows()
+        if shape.counts is None:
+            shape.counts = torch.zeros_like(counts)
+        shape.counts.copy_(counts)
