@@ -1,4 +1,4 @@
-"""Folded passes of the Triton kernels: τ = 0 is the unfolded pass bit for bit, launch by launch and in fixed buffers."""
+"""Folded passes of the Triton kernels: τ = 0 is the unfolded pass bit for bit, as a graph and launch by launch."""
 
 from __future__ import annotations
 
