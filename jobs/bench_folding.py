@@ -6,9 +6,10 @@ usage: python -m dlmgrid.jobs.bench_folding [--shapes NAME …] [--checkpoint DI
 By shape, with random weights: a folded pass by draft budget and recompute ratio, beside the unfolded pass and the
 floor. On a checkpoint, over the drafted passes of a greedy decode: how far nodes are from their parents by layer,
 position and step (SpecFold, Fig. 2), the recompute ratio by drafter, budget and τ (appendix D), and the time of a pass
-against the budget, folded and not (Fig. 3). Prompts are token ids from a JSON file (a list of lists), which ``--save-prompts``
-writes from a generated benchmark where tokenizers are installed; without a file they are random tokens, and the output
-says so. Needs torch only. Times hold on this device; results go to a JSON file with device, versions and commit.
+against the budget, folded and not (Fig. 3). Prompts are token ids from a JSON file (a list of lists), which
+``--save-prompts`` writes from a generated benchmark where tokenizers are installed; without a file they are random
+tokens, and the output says so. Needs torch only. Times hold on this device; results go to a JSON file with device,
+versions and commit.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ import torch
 import dlmgrid
 from dlmgrid.jobs.bench import commit
 from dlmgrid.jobs.bench_shapes import SHAPES
-from dlmgrid.jobs.bench_tables import random_prompts
+from dlmgrid.jobs.bench_tables import Row, random_prompts
 from dlmgrid.jobs.folding_tables import (
-    Row,
     difference_table,
     drafted_passes,
     ratio_rows,

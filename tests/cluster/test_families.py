@@ -170,14 +170,15 @@ def test_counts_of_folded_rows_hold_together(
         assert row["error"] is None
         assert list(own_faults(row)) == []
         assert row["recompute_ratio"] == 0.0
-        assert (row["nfe_denoise"] > row["rounds"]) == (recheck == "serial")
+        passes = row["nfe_denoise"] - row["rounds"]
+        num_blocks = row["nfe_commit"]
+        assert {"": passes == 0, "serial": passes > num_blocks, "pipelined": passes <= num_blocks}[recheck]
         if recheck:
             assert (row["exact_tokens"], row["exact_path"], row["exact_bits"]) == (True, True, True)
             few = row["rows_computed"] - cell.block_length * row["drafted_nodes"]
             assert any("rows_computed" in fault for fault in own_faults({**row, "rows_computed": few}))
             unchecked = {**row, "fold_recheck": False, "fold_pipelined": False}
-            expected = "nfe_denoise" if recheck == "serial" else "rows_computed"
-            assert any(expected in fault for fault in own_faults(unchecked))
+            assert list(own_faults(unchecked)) != []
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ class WalkedSteps:
 
     def part(self, first: int, stop: int) -> WalkedSteps:
         """Steps ``first`` to ``stop``."""
-        lists = (self.commits, self.margins, self.digests, self.argmax_by_step)
-        return WalkedSteps(*(values[first:stop] for values in lists))
+        own = slice(first, stop)
+        return WalkedSteps(self.commits[own], self.margins[own], self.digests[own], self.argmax_by_step[own])
 
 
 class SeenStep(NamedTuple):

@@ -29,11 +29,11 @@ from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.layers import PassInputs, run_layers
 from dlmgrid.workers.models.weights import ModelWeights
 
-MOST_GRAPHS = 192
+MOST_GRAPHS = 320
 """Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
 
-_EXPECTED_SHARES = 4
-"""A folded pass is expected to compute as many quarters of its rows as the one before it did."""
+_QUARTERS = (1, 2, 4)
+"""A folded pass is expected to compute as many quarters of its rows as the one before it did, rounded up."""
 
 _ALIGNED = 32  # entries: every table begins at a multiple of 128 bytes
 
@@ -162,13 +162,13 @@ class PassGraphs:
         return shape.hidden[: num * self._length].view(num, self._length, -1).clone()
 
     def _expected_quarters(self) -> int:
-        """In how many quarters of its rows the last folded pass, if it has been read, had something to compute."""
+        """How many quarters of its rows the last folded pass computed, all if nobody has read that."""
         report = self.fold_report
         if report is None or not report.is_read:
-            return _EXPECTED_SHARES
+            return _QUARTERS[-1]
         all_rows = len(report.is_foldable) * report.length * len(report.own_rows)
         share = sum(map(sum, report.own_rows)) / all_rows
-        return min(_EXPECTED_SHARES, int(share * _EXPECTED_SHARES) + 1)
+        return next(quarters for quarters in _QUARTERS if share <= quarters / _QUARTERS[-1])
 
     def _shape(self, key: _Key) -> _Shape:
         if key not in self._shapes:
@@ -232,7 +232,7 @@ class PassGraphs:
         folds = DeviceFolds(
             FoldTables(fold_tables[0], num, self._config.num_hidden_layers), self._operators, gate=key.gate,
             block_length=length, heads=heads, num_splits=key.splits,
-            expected_rows=-(-num * length * key.quarters // _EXPECTED_SHARES),
+            expected_rows=-(-num * length * key.quarters // _QUARTERS[-1]),
         )  # fmt: skip
         hidden = run_folded_layers(*model, folds)
         shape.hidden[: num * length].copy_(hidden[: num * length])
