@@ -172,7 +172,7 @@ def test_counts_of_folded_rows_hold_together(
         assert row["recompute_ratio"] == 0.0
         passes = row["nfe_denoise"] - row["rounds"]
         num_blocks = row["nfe_commit"]
-        assert {"": passes == 0, "serial": passes > num_blocks, "pipelined": passes <= num_blocks}[recheck]
+        assert {"": passes == 0, "serial": passes > 0, "pipelined": passes <= num_blocks}[recheck]
         if recheck:
             assert (row["exact_tokens"], row["exact_path"], row["exact_bits"]) == (True, True, True)
             few = row["rows_computed"] - cell.block_length * row["drafted_nodes"]
