@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.decoding.commit_rules import static
+from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
+from dlmgrid.workers.decoding.noise import NoiseTable
+from dlmgrid.workers.drafting import confidence_tree, none
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.folding.fold import STAGES, FoldSettings
 from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
@@ -86,3 +90,45 @@ def test_it_folds_as_the_twins_do(checkpoint: Path, triton_device: torch.device,
             assert engine.fold_report.own_rows == twins.fold_report.own_rows
         ratio = sum(twins.fold_report.ratios)
         assert ratio == 0 if tau == (math.inf,) else 0 < ratio < 2
+
+
+@pytest.mark.gpu  # the interpreter takes minutes
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda t: f"T{t:g}")
+def test_folded_decoding_is_the_serialized_run(
+    checkpoint: Path, cuda_device: torch.device, temperature: float
+) -> None:
+    engine = open_engine(checkpoint, "triton", cuda_device.type, "bfloat16")
+    serialized = decode(engine, None, temperature)
+    for fold in (
+        FoldSettings(tau=(0.0,)),
+        FoldSettings(tau=(0.3,), recheck=True),
+        FoldSettings(tau=(0.3,), recheck=True, pipelined=True),
+    ):
+        for _ in range(2):  # the second time from graphs
+            found = decode(engine, fold, temperature)
+            for one, other in zip(found, serialized, strict=True):
+                assert (one.token_ids, one.steps, one.digests) == (
+                    other.token_ids,
+                    other.steps,
+                    other.digests,
+                )
+            made = sum(sum(one.fold_recomputed) for one in found)
+            rows = 2 * sum(one.fold_rows for one in found)
+            assert made == rows if fold.tau == (0.0,) else made < rows
+
+
+def decode(
+    engine: Engine, fold: FoldSettings | None, temperature: float, gen_length: int = 10
+) -> list[Generation]:
+    """Two prompts; without a fold the serialized run."""
+    settings = DecodeSettings(
+        block_length=LENGTH, gen_length=gen_length, budget=3 if fold else 0, temperature=temperature, rule=static(1),
+        noise=NoiseTable(3), stop_token_ids=(), fold=fold,
+    )  # fmt: skip
+    drafter = confidence_tree.build() if fold else none.build()
+    prompts = [
+        Prompt(item_id=f"{n}", repeat=0, token_ids=tuple(5 * i % 251 for i in range(n))) for n in (3, 6)
+    ]
+    return Decoder(engine, drafter, settings, logits_pass=engine.logits_pass).decode(
+        prompts, 2 if fold else 1
+    )
