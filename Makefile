@@ -47,7 +47,7 @@ wheel: $(STAMP) ## build a wheel from the committed tree into dist/
 gpu-test: checkout ## run the tests that need a CUDA device, with PYTHON (default python3)
 	$(or $(PYTHON),python3) -m pytest -q -m gpu tests/kernels tests/workers/engine tests/workers/decoding tests/workers/test_unit_runner.py $(ARGS)
 
-bench: checkout ## time verification passes against stock transformers, with PYTHON (default python3)
+bench: checkout ## time passes, decoding and drafting as measured / goal, with PYTHON (default python3)
 	$(or $(PYTHON),python3) -m dlmgrid.jobs.bench $(ARGS)
 
 links: ## put back the links in dlmgrid/ that a zip or core.symlinks=false has lost

@@ -6,14 +6,12 @@ resumes: only missing keys are planned, and with none missing no actor starts.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
@@ -37,25 +35,15 @@ from dlmgrid.cluster.fingerprints import FingerprintCache, resolve_fingerprints
 from dlmgrid.cluster.grid import Grid, GridFile
 from dlmgrid.cluster.grid_remarks import grid_remarks
 from dlmgrid.cluster.lock import RunLock
+from dlmgrid.cluster.out_folder import ExitCode, check_out
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.progress import Counts, Progress, Style
-from dlmgrid.cluster.records import RunRecord, new_run_id, submission_id
+from dlmgrid.cluster.records import RunRecord, new_run_id
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import MAY_OPEN_NOTHING
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
-
-
-class ExitCode(IntEnum):
-    """What the process returns; people wire nightly alarms to it."""
-
-    DONE = 0
-    ROWS_FAILED = 1
-    BAD_INPUT = 2
-    GATE_BREACHED = 3
-    NOT_EXACT = 4
-    INCOMPLETE = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,52 +95,6 @@ def look_up(
         check_prompts(models, questions, sources)
         make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
     return Asked(grid=grid, models=models, questions=questions, remarks=grid_remarks(grid, questions, limit))
-
-
-def check_out(out: Path) -> Path:
-    """The output folder as an absolute path: one that is there, or one that can be made.
-
-    Raises InputError for a file, for a place below a file or where nothing may be written, and under a Ray job
-    for a relative path, or one inside the job's own copy of the working folder: what is written there vanishes
-    with the job.
-    """
-    if submission_id() is not None:
-        if not out.is_absolute():
-            raise InputError(
-                f"--out {out} is relative, and under a Ray job that is a temporary copy which vanishes; "
-                "give an absolute "
-                "path on storage that every node sees"
-            )
-        if out.resolve().is_relative_to(Path.cwd().resolve()):
-            raise InputError(
-                f"--out {out} lies in the job's temporary copy of the code, which vanishes; choose another"
-            )
-    try:
-        out = out.expanduser().absolute()
-        existing = next(path for path in (out, *out.parents) if os.path.lexists(path))
-        is_folder = existing.is_dir()
-        if existing != out and is_folder:
-            _look_at(out)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--out {out} is no usable path ({reason}); choose another") from error
-    if not is_folder:
-        raise InputError(
-            f"--out {out} is a file; choose a folder"
-            if existing == out
-            else f"--out {out} lies below {existing}, which is no folder; choose another"
-        )
-    if existing != out and not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out} cannot be made, {existing} is not writable; choose another")
-    return out
-
-
-def _look_at(path: Path) -> None:
-    """Raises OSError for a path that not only is missing but cannot be: a name too long for the file system."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return
 
 
 def run_grid(request: RunRequest) -> ExitCode:
@@ -242,9 +184,7 @@ class _Run:
         works = make_cells(asked.grid, asked.models, asked.questions, fingerprints, store.inputs)
         refuse_another_grid(store, works)
         if request.records:
-            works = [work for work in works if work.cell.is_reference]
-            refuse_unrecorded(store, works, asked.grid.record)
-            refuse_idle_steps(works)
+            works = recorded_works(works, store, asked.grid.record)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -310,6 +250,20 @@ def refuse_another_grid(store: Store, works: Sequence[CellWork]) -> None:
             "weights count "
             "too); choose another --out"
         )
+
+
+def recorded_works(
+    works: Sequence[CellWork], store: Store | None, records: Sequence[str] = ()
+) -> list[CellWork]:
+    """The cells that are recorded: the draft-free ones. ``store`` is the folder to record in, where there is one.
+
+    Raises InputError for runs that cannot be replayed, and for rows there whose steps were not recorded.
+    """
+    references = [work for work in works if work.cell.is_reference]
+    if store is not None:
+        refuse_unrecorded(store, references, records)
+    refuse_idle_steps(references)
+    return references
 
 
 def refuse_idle_steps(works: Sequence[CellWork]) -> None:

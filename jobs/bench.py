@@ -1,303 +1,254 @@
-"""``make bench``: how long a verification pass takes on this device, against stock transformers in the same run.
+"""``make bench``: verification passes, decoding and drafting on this device, each as measured / goal.
 
-usage: python -m dlmgrid.jobs.bench [--checkpoint DIR] [--device cpu|cuda] [--dtype float32] [--prefix 512]
-                                    [--budgets 0 3 8 20] [--shapes NAME …] [--taus T …] [--items N] [--out FILE.json]
+usage: python -m dlmgrid.jobs.bench [--tables passes stock decode batch parts drafting folding] [--checkpoint DIR]
+                                    [--drafters spiffy=FILE spot=FILE spot_gamma=FILE,gamma=VALUE …] [--out FILE.json]
 
-For each draft budget D the table has the time of one packed pass over (1 + D) blocks behind a shared prefix, head
-included on the rows of one block a walked state, and the same work by the stock transformers class of the
-checkpoint's layout (cached prefix, explicit mask, 1 + D copies in the batch). Weights are the checkpoint's own, so
-both do the same work. With ``--shapes`` passes by model shape over their floor (all shapes on a GPU), with ``--taus``
-folded passes, with ``--items`` decoding end to end, by samples in flight and by part. Times hold on this device only,
-ratios are what to compare. Results go to a JSON file with
-device, versions and commit. Needs torch and transformers, nothing else.
+Tables, all read in one run:
+
+    passes    a whole pass by shape, prefix and D: device and wall time, over its floor, over (the vendor's products in
+              one graph + the floor of the rest), exact over fast
+    parts     a pass by group of kernels
+    stock     against transformers' own class, by shape and with the checkpoint's weights
+    decode    tokens/s of each method at batch 1 over draft-free, and the time of a round by part
+    batch     draft-free tokens/s by samples in flight
+    drafting  the share of drafting, summary and noise in a round
+    folding   folded passes by τ; with --taus
+
+Shapes have random weights; decode and batch take the checkpoint's. A table that fails is a line under ``errors`` and
+exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to a JSON file
+with device, versions and commit, written again after every table. Needs torch and transformers, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import dlmgrid
-from dlmgrid.jobs.bench_shapes import SHAPES
-from dlmgrid.jobs.bench_tables import (
-    EXACT,
-    FAST,
-    add_exact_over_fast,
-    batch_table,
-    decode_table,
-    fold_table,
-    part_table,
-    pass_table,
-    random_prompts,
-)
-from dlmgrid.kernels.benchmark import Timing, measure, measure_ceilings
+from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
+from dlmgrid.jobs.bench_passes import Row, add_exact_over_fast, fill_prefix, part_rows, pass_rows
+from dlmgrid.jobs.bench_print import row_line
+from dlmgrid.jobs.bench_shapes import SHAPES, random_engine, random_weights, shape_config
+from dlmgrid.jobs.bench_stock import stock_model, stock_rows, time_stock
+from dlmgrid.jobs.bench_tables import fold_table
+from dlmgrid.kernels.benchmark import Ceilings, measure_ceilings
+from dlmgrid.workers.benchmarks.words import held_out_items
+from dlmgrid.workers.decoding.decoder import Prompt
 from dlmgrid.workers.engine.engine import DTYPES, Engine, load_engine
 from dlmgrid.workers.models.catalog import resolve_checkpoint
-from dlmgrid.workers.models.checkpoint import ModelConfig, stream_tensors
+from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.runtime import device_name
+from dlmgrid.workers.tokenization import load_tokenizer
+
+TABLES = ("passes", "parts", "stock", "decode", "batch", "drafting", "folding")
+_SHAPES = ("SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m")
+_DRAFTING_SHAPES = ("SDAR-8B", "SDAR-1.7B", "smollm2-135m")
 
 
 def main() -> int:
     """The command of the module docstring."""
+    is_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="python -m dlmgrid.jobs.bench", description="Time verification passes."
+        prog="python -m dlmgrid.jobs.bench", description="Time passes and decoding."
     )
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--checkpoint", default="reference", help="checkpoint folder or model name")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
-    parser.add_argument("--prefix", type=int, default=512, help="cached tokens before the block")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[0, 3, 8, 20])
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="models by shape, random weights")
-    parser.add_argument("--taus", type=float, nargs="*", help="folded passes of the checkpoint")
-    parser.add_argument("--items", type=int, default=0, help="prompts of the decoding tables (0: none)")
-    parser.add_argument("--gen-length", type=int, default=256)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if is_gpu else "cpu")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="bfloat16 on a GPU, else float32")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(_SHAPES) if is_gpu else ["tiny"])
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[512, 2048], help="cached tokens")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[0, 3, 8, 20, 41], help="D of the passes")
+    parser.add_argument("--stock-budgets", type=int, nargs="+", default=[0, 8, 20])
+    parser.add_argument("--part-budgets", type=int, nargs="+", default=[0, 8])
+    parser.add_argument("--decode-budgets", type=int, nargs="+", default=[8, 20])
+    parser.add_argument(
+        "--drafters", nargs="*", default=[], metavar="METHOD=FILE", help="learned or calibrated parts"
+    )
+    parser.add_argument("--items", type=int, default=4, help="words prompts at batch 1")
+    parser.add_argument("--gen-length", type=int, default=128)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--taus", type=float, nargs="+", help="folded passes; 0 recomputes all rows")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
     arguments = parser.parse_args()
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    folder = resolve_checkpoint(arguments.checkpoint)
-    numerics = ["exact", "fast"] if arguments.device == "cpu" else ["fast"]
-    rows: list[dict[str, Any]] = []
-    stock = time_stock(folder, arguments)
-    for mode in numerics:
-        for budget, timing in time_engine(folder, mode, arguments).items():
-            rows.append(
-                {
-                    "numerics": mode,
-                    "budget": budget,
-                    "engine": asdict(timing),
-                    "transformers": asdict(stock[budget]),
-                    "speed_up": stock[budget].median_ms / timing.median_ms,
-                }
-            )
-    write_report(rows, more_tables(folder, arguments), folder, arguments)
-    return 0
-
-
-def more_tables(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The tables that the arguments ask for: passes by shape, folded passes, decoding, batches, time by part."""
-    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
-    tables: dict[str, Any] = {}
-    shapes = ["SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m"] if device.type == "cuda" else []
-    if asked := shapes if arguments.shapes is None else arguments.shapes:
-        ceilings = measure_ceilings(device, dtype)
-        tables["ceilings"] = asdict(ceilings)
-        modes = [FAST, ("triton", "fast"), EXACT] if device.type == "cuda" else [FAST, ("torch", "exact")]
-        passes = [
-            row
-            for shape in asked
-            for row in pass_table(
-                shape, arguments.budgets, arguments.prefix, modes, device=arguments.device, dtype=dtype,
-                ceilings=ceilings, repeats=arguments.repeats,
-            )
-        ]  # fmt: skip
-        tables["passes"] = add_exact_over_fast(passes)
-    if not arguments.taus and not arguments.items:
-        return tables
-    engine = load_engine(
-        folder, num_slots=max(arguments.in_flight), max_length=arguments.prefix + arguments.gen_length + 64,
-        device=arguments.device, dtype=arguments.dtype, numerics="exact" if device.type == "cpu" else "fast",
-        self_test=False,
-    )  # fmt: skip
-    if arguments.taus:
-        tables["folded"] = [
-            row
-            for budget in arguments.budgets
-            if budget
-            for row in fold_table(engine, budget, arguments.prefix, arguments.taus, arguments.repeats)
-        ]
-    if arguments.items:
-        prompts = random_prompts(engine.config, arguments.items, min(64, arguments.prefix or 64))
-        length = arguments.gen_length
-        tables["decoding"] = decode_table(engine, arguments.budgets, prompts, length)
-        tables["in_flight"] = batch_table(engine, arguments.in_flight, prompts, length)
-        tables["parts"] = part_table(engine, max(arguments.budgets), prompts, length)
-    return tables
-
-
-def time_engine(folder: Path, numerics: str, arguments: argparse.Namespace) -> dict[int, Timing]:
-    """Milliseconds of one pass and one block's head, by draft budget."""
-    engine = load_engine(
-        folder,
-        num_slots=1,
-        max_length=arguments.prefix + 64,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        numerics=numerics,
-        self_test=False,
+    bench = Bench(arguments)
+    for table in TABLES:
+        if table in arguments.tables:
+            bench.run(table)
+    print(
+        f"written to {arguments.out}"
+        + f", {len(bench.report['errors'])} errors" * bool(bench.report["errors"])
     )
-    length = engine.block_length
-    prefix = random_tokens(engine.config, arguments.prefix // length, length)
-    slots = torch.zeros(len(prefix), dtype=torch.int32)
-    engine.forward(
-        prefix.to(engine.device),
-        slots,
-        torch.arange(len(prefix), dtype=torch.int32) * length,
-        torch.ones(len(prefix), dtype=torch.bool),
-    )
-    start = len(prefix) * length
-    return {
-        budget: measure(partial(_pass, engine, budget, start), engine.device, repeats=arguments.repeats)
-        for budget in arguments.budgets
-    }
+    return 1 if bench.report["errors"] else 0
 
 
-def _pass(engine: Engine, budget: int, start: int) -> Tensor:
-    blocks = random_tokens(engine.config, 1 + budget, engine.block_length).to(engine.device)
-    num = len(blocks)
-    hidden = engine.forward(
-        blocks,
-        torch.zeros(num, dtype=torch.int32),
-        torch.full((num,), start, dtype=torch.int32),
-        torch.zeros(num, dtype=torch.bool),
-    )
-    return engine.logits(hidden[0])
+class Bench:
+    """The tables of one run and their report."""
 
-
-@torch.inference_mode()
-def time_stock(folder: Path, arguments: argparse.Namespace) -> dict[int, Timing]:
-    """The same work by the stock class: each branch a row of the batch, over its own copy of the cached prefix."""
-    from transformers import DynamicCache
-
-    engine_config = load_config(folder)
-    device = torch.device(arguments.device)
-    model = stock_model(folder, engine_config, device, DTYPES[arguments.dtype])
-    length = engine_config.block_length
-    num_prefix = arguments.prefix // length * length
-    blocks = num_prefix // length
-    prefix = random_tokens(engine_config, 1, num_prefix).to(device)
-    grid = torch.arange(num_prefix, device=device) // length
-    allowed = grid[:, None] >= grid[None, :]
-    mask = torch.zeros(1, 1, num_prefix, num_prefix, dtype=model.dtype, device=device).masked_fill(
-        ~allowed, -torch.inf
-    )
-    timings = {}
-    for budget in arguments.budgets:
-        cache = DynamicCache()
-        if blocks:
-            model(input_ids=prefix.long(), attention_mask=mask, past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(1 + budget)
-        block = random_tokens(engine_config, 1 + budget, length).long().to(device)
-        positions = torch.arange(num_prefix, num_prefix + length, device=device)[None].expand(1 + budget, -1)
-        open_mask = torch.zeros(1 + budget, 1, length, num_prefix + length, dtype=model.dtype, device=device)
-
-        def one_pass(
-            block: Tensor = block, positions: Tensor = positions, open_mask: Tensor = open_mask,
-            cache: Any = cache,
-        ) -> Tensor:  # fmt: skip
-            hidden = model.model(
-                input_ids=block,
-                attention_mask=open_mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-            cache.crop(-block.shape[1])
-            logits: Tensor = model.lm_head(hidden[0])
-            return logits
-
-        timings[budget] = measure(one_pass, device, repeats=arguments.repeats)
-    return timings
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """The checkpoint's settings, its files checked."""
-    from dlmgrid.workers.models.checkpoint import check_checkpoint
-
-    return check_checkpoint(folder)
-
-
-def stock_model(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """transformers' own class of this layout: Qwen3 with q/k norms, Llama without."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    settings: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-    if config.qk_norm:
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**settings))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-    model = model.to(device=device, dtype=dtype).eval()
-    tensors = dict(stream_tensors(folder, str(device)))
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise RuntimeError(f"stock class and checkpoint differ: missing {missing}, unexpected {unexpected}")
-    return model
-
-
-def random_tokens(config: ModelConfig, num_rows: int, length: int) -> Tensor:
-    """int32 [num_rows, length] from the vocabulary, the same on every call of one shape."""
-    generator = torch.Generator().manual_seed(num_rows)
-    return torch.randint(0, config.vocab_size, (num_rows, length), generator=generator, dtype=torch.int32)
-
-
-def write_report(
-    rows: list[dict[str, Any]], tables: dict[str, Any], folder: Path, arguments: argparse.Namespace
-) -> None:
-    """Print the table and write the JSON file."""
-    report = {
-        "what": "one packed verification pass with the head of one block, milliseconds",
-        "checkpoint": folder.name,
-        "device": device_name(arguments.device),
-        "dtype": arguments.dtype,
-        "prefix": arguments.prefix,
-        "versions": {
-            "dlmgrid": dlmgrid.__version__,
-            "torch": torch.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-        },
-        "commit": commit(),
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": rows,
-        "tables": tables,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"{folder.name} on {report['device']}, {arguments.dtype}, prefix {arguments.prefix}")
-    print("numerics      D   engine ms   transformers ms   times faster")
-    for row in rows:
-        engine, stock = row["engine"]["median_ms"], row["transformers"]["median_ms"]
-        print(f"{row['numerics']:8} {row['budget']:6} {engine:11.2f} {stock:17.2f} {row['speed_up']:14.2f}")
-    for row in tables.get("passes", []):
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device, self.dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+        self.kernels = "triton" if self.device.type == "cuda" else "torch"
+        self.folder = resolve_checkpoint(arguments.checkpoint)
+        self.config = check_checkpoint(self.folder)
+        self.given = parse_drafters(arguments.drafters)
+        self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
+        self.report: dict[str, Any] = {
+            "what": "measured / goal by table, milliseconds and tokens/s of one run",
+            "device": device_name(arguments.device),
+            "dtype": arguments.dtype,
+            "checkpoint": self.folder.name,
+            "versions": {
+                "dlmgrid": dlmgrid.__version__,
+                "torch": torch.__version__,
+                **{name: _version(name) for name in ("triton", "transformers")},
+            },
+            "commit": commit(),
+            "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "ceilings": asdict(self.ceilings),
+            "seconds": {},
+            "errors": [],
+            "tables": {},
+        }
+        copy, rate = self.ceilings.bytes_per_second / 1e12, self.ceilings.flops_per_second / 1e12
         print(
-            f"{row['shape']:14} {row['kernels']:6} {row['numerics']:5} D {row['budget']:3} "
-            f"{row['pass']['median_ms']:9.2f} ms, {row['over_floor']:6.2f} x floor"
-            + (f", {row['over_fast']:.2f} x fast" if "over_fast" in row else "")
+            f"{self.report['device']}, {arguments.dtype}: copies {copy:.2f} TB/s, multiplies {rate:.1f} TFLOP/s"
         )
-    for row in tables.get("folded", []):
-        print(
-            f"folded D {row['budget']:3} tau {row['tau']:g}: recomputes {row['recompute_ratio']:.2f}, "
-            f"{row['folded']['median_ms']:.2f} ms against {row['unfolded']['median_ms']:.2f} ms"
+
+    def run(self, table: str) -> None:
+        """Fill one table, shape by shape where it has shapes."""
+        begun = time.perf_counter()
+        print(f"-- {table}", flush=True)
+        self.report["tables"][table] = []
+        make: Callable[[str], Iterable[Row]] = getattr(self, f"_{table}")
+        for shape in self._parts_of(table):
+            try:
+                for row in make(shape):
+                    self.report["tables"][table].append(row)
+                    print(row_line(table, row), flush=True)
+            except Exception as error:  # noqa: BLE001 - the other tables stay
+                line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                where = traceback.format_exc().splitlines()[-4:]
+                self.report["errors"].append({"table": table, "of": shape, "error": line, "where": where})
+                print(f"{table} {shape}: {line}", flush=True)
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if table == "passes":
+            self.report["tables"][table] = add_exact_over_fast(self.report["tables"][table])
+            for row in self.report["tables"][table]:
+                if "over_fast" in row:
+                    print(row_line("exact", row))
+        self.report["seconds"][table] = round(time.perf_counter() - begun, 1)
+        self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        self.arguments.out.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+
+    def _parts_of(self, table: str) -> list[str]:
+        shapes = list(self.arguments.shapes)
+        if table in ("passes", "parts"):
+            return shapes
+        if table == "stock":
+            return [*shapes, "checkpoint"]
+        if table == "drafting":
+            return [shape for shape in shapes if shape in (*_DRAFTING_SHAPES, "tiny")]
+        return ["checkpoint"]
+
+    def _engine(self, shape: str, max_length: int) -> Engine:
+        return random_engine(
+            shape_config(shape), num_slots=1, max_length=max_length, device=self.arguments.device,
+            dtype=self.dtype, numerics="exact", kernels=self.kernels,
+        )  # fmt: skip
+
+    def _loaded(self, num_slots: int, max_length: int, kernels: str | None = None) -> Engine:
+        return load_engine(
+            self.folder, num_slots=num_slots, max_length=max_length, device=self.arguments.device,
+            dtype=self.arguments.dtype, numerics="exact", kernels=kernels or self.kernels, self_test=False,
+        )  # fmt: skip
+
+    def _passes(self, shape: str) -> Iterable[Row]:
+        given, config = self.arguments, shape_config(shape)
+        weights = random_weights(config, given.device, self.dtype)
+        modes = [(self.kernels, "exact"), (self.kernels, "fast")]
+        return pass_rows(
+            shape, config, weights, modes, given.prefixes, given.budgets, device=given.device,
+            ceilings=self.ceilings, repeats=given.repeats,
+        )  # fmt: skip
+
+    def _parts(self, shape: str) -> Iterable[Row]:
+        if self.device.type != "cuda":
+            return
+        prefix = self.arguments.prefixes[0]
+        yield from part_rows(shape, self._engine(shape, prefix + 64), prefix, self.arguments.part_budgets)
+
+    def _stock(self, shape: str) -> Iterable[Row]:
+        given, prefix = self.arguments, self.arguments.prefixes[0]
+        is_checkpoint = shape == "checkpoint"
+        config = self.config if is_checkpoint else shape_config(shape)
+        model = stock_model(config, self.device, self.dtype, self.folder if is_checkpoint else None)
+        stock = time_stock(model, config, given.stock_budgets, prefix, self.device, given.repeats)
+        del model
+        engine = self._loaded(1, prefix + 64) if is_checkpoint else self._engine(shape, prefix + 64)
+        fill_prefix(engine, prefix)
+        return stock_rows(self.folder.name if is_checkpoint else shape, engine, stock, prefix, given.repeats)
+
+    def _decode(self, _: str) -> Iterable[Row]:
+        given = self.arguments
+        prompts = self._prompts(given.items)
+        engine = self._loaded(1, self._longest(prompts))
+        return decode_rows(
+            engine, given.decode_budgets, prompts, given.gen_length, self.given, repeats=given.repeats
         )
-    for row in [*tables.get("decoding", []), *tables.get("in_flight", [])]:
-        print(
-            f"{row['method']:16} D {row['budget']:3} in flight {row['in_flight']:3}: {row['tokens_per_second']:8.1f} "
-            f"tokens/s, {row['over_draft_free']:.2f} x; same bits {row['same_bits']} of {row['items']}"
-        )
-    print(f"written to {arguments.out}")
+
+    def _batch(self, _: str) -> Iterable[Row]:
+        given = self.arguments
+        prompts = self._prompts(max(2, *given.in_flight))
+        engine = self._loaded(max(given.in_flight), self._longest(prompts))
+        return batch_rows(engine, sorted(given.in_flight), prompts, given.gen_length, self.ceilings)
+
+    def _drafting(self, shape: str) -> Iterable[Row]:
+        length = min(self.arguments.gen_length, 64)
+        engine = self._engine(shape, 64 + length + 64)
+        return [drafting_row(shape, engine, 20, random_prompts(engine.config, 1, 64), length)]
+
+    def _folding(self, _: str) -> Iterable[Row]:
+        if not self.arguments.taus:
+            return
+        prefix = self.arguments.prefixes[0]
+        engine = self._loaded(1, prefix + 64, kernels="torch")
+        for budget in self.arguments.part_budgets:
+            if budget:
+                yield from fold_table(engine, budget, prefix, self.arguments.taus, self.arguments.repeats)
+
+    def _prompts(self, count: int) -> list[Prompt]:
+        tokenizer = load_tokenizer(self.folder)
+        items = held_out_items(count)
+        return [Prompt(item_id=i.item_id, repeat=0, token_ids=tuple(tokenizer.encode(i))) for i in items]
+
+    def _longest(self, prompts: list[Prompt]) -> int:
+        return max(len(one.token_ids) for one in prompts) + int(self.arguments.gen_length) + 64
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def commit() -> str:

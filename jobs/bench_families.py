@@ -7,7 +7,8 @@ usage: python -m dlmgrid.jobs.bench_families [--models NAME …] [--device cpu|c
 For each known model a checkpoint of its full shape is written with random weights, shard by shard, and read the way a
 real one is; two prompts are decoded draft-free and with drafted chains under the family's published rule, every row
 compared with its serialized run; then the checkpoint is deleted. One line a model: verdict, milliseconds of a
-forward of one sample, peak memory of device and host. Random weights say nothing of acceptance. The folder needs room
+forward of one sample, peak memory of device and host while it is loaded and decoded (the host's with what the process
+held before). Random weights say nothing of acceptance. The folder needs room
 for the largest model's files. Bidirectional families run on the torch twins, whatever ``--kernels`` says: no other
 kernels have attention over a canvas. Needs torch, no network.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import shutil
 import tempfile
 import time
@@ -106,9 +106,10 @@ def bench_model(name: str, config: ModelConfig, arguments: argparse.Namespace) -
         if is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        row["host_bytes_before"] = reset_host_peak()
         row |= _decode(folder, name, config, arguments)
         row["device_peak_bytes"] = torch.cuda.max_memory_allocated() if is_cuda else None
-        row["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        row["host_peak_bytes"] = host_memory("VmHWM")
     except (DlmgridError, RuntimeError, OSError) as error:  # the other models are still measured
         row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     finally:
@@ -117,6 +118,20 @@ def bench_model(name: str, config: ModelConfig, arguments: argparse.Namespace) -
         if is_cuda:
             torch.cuda.empty_cache()
     return row
+
+
+def reset_host_peak() -> int:
+    """Forget this process' peak of resident memory; the bytes resident now. Raises OSError where the system is not
+    Linux."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return host_memory("VmRSS")
+
+
+def host_memory(name: str) -> int:
+    """Bytes of an entry of /proc/self/status: ``VmRSS``, resident now, or ``VmHWM``, at most since it was reset."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    entry = next(line for line in lines if line.startswith(f"{name}:"))
+    return int(entry.split()[1]) * 1024
 
 
 def _decode(folder: Path, name: str, config: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -26,8 +26,9 @@ import torch
 
 import dlmgrid
 from dlmgrid.jobs.bench import commit
+from dlmgrid.jobs.bench_decode import random_prompts
+from dlmgrid.jobs.bench_passes import Row
 from dlmgrid.jobs.bench_shapes import SHAPES
-from dlmgrid.jobs.bench_tables import Row, random_prompts
 from dlmgrid.jobs.folding_tables import (
     difference_table,
     drafted_passes,

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlmgrid.workers.engine.engine import Engine
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.layout import expected_tensors
-from dlmgrid.workers.models.weights import weights_from_tensors
+from dlmgrid.workers.models.weights import ModelWeights, weights_from_tensors
 
 _DIMENSIONS = {  # hidden, layers, heads, key heads, head width, intermediate, vocabulary, tied head, head norms
     "SDAR-8B": (4096, 36, 32, 8, 128, 12288, 151936, False, True),
@@ -54,13 +54,17 @@ class RandomTensors(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
+def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelWeights:
+    """Weights drawn on the device, for every engine of one shape."""
+    return weights_from_tensors(RandomTensors(config, device, dtype), config, device, dtype)
+
+
 def random_engine(
     config: ModelConfig, *, num_slots: int, max_length: int, device: str, dtype: torch.dtype, numerics: str,
     kernels: str,
 ) -> Engine:  # fmt: skip
     """An engine with random weights. Raises InputError for what :class:`Engine` refuses."""
-    weights = weights_from_tensors(RandomTensors(config, device, dtype), config, device, dtype)
     return Engine(
-        config, weights, num_slots=num_slots, max_length=max_length, device=device, dtype=dtype, numerics=numerics,
-        kernels=kernels,
+        config, random_weights(config, device, dtype), num_slots=num_slots, max_length=max_length, device=device,
+        dtype=dtype, numerics=numerics, kernels=kernels,
     )  # fmt: skip

@@ -37,6 +37,7 @@ def command(
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Take only the runs recorded at this temperature.")
     ] = None,
+    device: Annotated[str, typer.Option(help="SPOT-γ: cpu or cuda, for the order model.")] = "cpu",
 ) -> None:
     """Calibrate a drafter on recorded draft-free runs. Runs of test items are refused."""
     if method not in METHODS:
@@ -45,8 +46,10 @@ def command(
         raise InputError(f"--out {out}: give a .json file in a folder that exists")
     if method == "spot_gamma" and checkpoint is None:
         raise InputError("--method spot_gamma needs --checkpoint, the order model that drafts")
+    from dlmgrid.workers.runtime import check_device
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
+    check_device(device)
     runs = [
         run
         for run in load_trajectories(trajectories)
@@ -57,7 +60,7 @@ def command(
     if checkpoint is None:
         _calibrate_spiffy(runs, out, budget, selection)
     else:
-        _calibrate_gamma(runs, out, budget, checkpoint, max_rise)
+        _calibrate_gamma(runs, out, budget, checkpoint, max_rise, device)
 
 
 def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, selection: str) -> None:
@@ -75,7 +78,7 @@ def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, select
 
 
 def _calibrate_gamma(
-    runs: Sequence[Trajectory], out: Path, budget: int, checkpoint: str, max_rise: float
+    runs: Sequence[Trajectory], out: Path, budget: int, checkpoint: str, max_rise: float, device: str
 ) -> None:
     from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
     from dlmgrid.workers.drafting.gamma_calibration import choose_gamma, sweep_gamma
@@ -87,7 +90,7 @@ def _calibrate_gamma(
 
     check_calibration(runs)
     file = read_order_checkpoint(find_order_checkpoint(checkpoint))
-    points = sweep_gamma(runs, load_order_model(file.path), budget=budget)
+    points = sweep_gamma(runs, load_order_model(file.path), budget=budget, device=device)
     for point in points:
         typer.echo(
             f"gamma {point.gamma:<5g} forwards {point.forwards:7.2f}  drafted {point.drafted_nodes:8.1f}"

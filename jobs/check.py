@@ -57,6 +57,9 @@ def command(
         sample = 0
     rows = sample_rows(out, sample, seed) if sample else []
     if rows:
+        from dlmgrid.workers.runtime import check_device
+
+        check_device(device)
         recomputed = check_recomputed(out, rows, device)
         write_checks(out, sample_name(recomputed), recomputed)
         console.print(f"rows decoded again: {len(recomputed)}, {_levels(recomputed)}")

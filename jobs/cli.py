@@ -27,6 +27,7 @@ COMMANDS = {
     "decode": "Decode planned work units here, without Ray.",
     "record": "Record the draft-free runs of a grid, step by step.",
     "replay": "Replay drafting methods on recorded runs; no model.",
+    "study": "Compare replayed methods: one table, and the goals.",
     "diagnose": "Show what recorded runs say about drafting.",
     "train-order": "Train SPOT's order model on recorded runs.",
     "train-sets": "Train SPOT-Sets' drafter, or fit it to another target.",

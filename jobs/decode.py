@@ -22,8 +22,17 @@ def command(
     device: Annotated[
         str | None, typer.Option("--device", help="cpu or a CUDA device, instead of the planned one.")
     ] = None,
+    compare: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Compare only this many rows of each draft-free unit with their serialized run."
+        ),
+    ] = None,
 ) -> int:
     """Decode planned work units here; the next run of the grid adopts the files."""
     from dlmgrid.workers.offline import decode_units
 
-    return 1 if decode_units(units, out=out, checkpoint=checkpoint, device=device, say=typer.echo) else 0
+    num_errors = decode_units(
+        units, out=out, checkpoint=checkpoint, device=device, num_compared=compare, say=typer.echo
+    )
+    return 1 if num_errors else 0

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlmgrid.jobs.bench_passes import Row, fill_prefix
 from dlmgrid.jobs.bench_shapes import random_engine, shape_config
-from dlmgrid.jobs.bench_tables import Row, fill_prefix
 from dlmgrid.kernels.benchmark import Ceilings, measure, pass_floor_ms
 from dlmgrid.kernels.specfold import FoldLayout, distances
 from dlmgrid.kernels.specfold.folding import Folds

@@ -21,8 +21,9 @@ from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
+from dlmgrid.cluster.out_folder import check_out
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
-from dlmgrid.cluster.run import check_out, copy_drafters, look_up, refuse_another_grid
+from dlmgrid.cluster.run import copy_drafters, look_up, recorded_works, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
@@ -46,9 +47,12 @@ def command(
     units: Annotated[
         Path | None, typer.Option("--units", help="Write the work units as JSON; needs --out.")
     ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Plan what dlmgrid record would do: draft-free runs, recorded.")
+    ] = False,
 ) -> None:
     """Show a grid's cells, keys, work units and cost; decodes nothing."""
-    show_plan(grid, installed_sources(), out=out, limit=limit, data=data, units=units)
+    show_plan(grid, installed_sources(), out=out, limit=limit, data=data, units=units, records=record)
 
 
 def show_plan(
@@ -59,8 +63,12 @@ def show_plan(
     limit: int | None,
     data: str | None,
     units: Path | None,
+    records: bool = False,
 ) -> None:
-    """Print the plan of a grid, and write its units when asked. Raises InputError for bad input."""
+    """Print the plan of a grid, and write its units when asked; with ``records`` those of ``dlmgrid record``.
+
+    Raises InputError for bad input.
+    """
     if units is not None and out is None:
         raise InputError("--units needs --out: the units name files of the output folder")
     if out is not None:
@@ -79,11 +87,15 @@ def show_plan(
     works = make_cells(grid, asked.models, asked.questions, fingerprints, inputs)
     if store is not None:
         refuse_another_grid(store, works)
+    if records:
+        works = recorded_works(works, store, grid.record)
     settings = UnitSettings(
         run_id="planned",
         device=grid.resources.device,
         num_actors=grid.resources.num_actors or 1,
         items_per_unit=grid.resources.items_per_unit,
+        trajectories=str(store.trajectories) if records and store is not None else "",
+        records=tuple(grid.record) if records else (),
     )
     chains = plan_chains(works, store, settings)
     _print_cells(works, store, shows_keys=store is not None)
@@ -102,7 +114,7 @@ def show_plan(
         units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
         typer.echo(
             f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))}, then "
-            "dlmgrid run"
+            f"dlmgrid {'record' if records else 'run'}"
         )
 
 

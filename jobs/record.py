@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from dlmgrid.cluster.grid import read_grid
+from dlmgrid.cluster.out_folder import ExitCode
 from dlmgrid.cluster.progress import Style
-from dlmgrid.cluster.run import ExitCode, RunRequest, run_grid
+from dlmgrid.cluster.run import RunRequest, run_grid
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.jobs.run import summary
 

@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 
 from dlmgrid.cluster.grid import read_grid
+from dlmgrid.cluster.out_folder import ExitCode, check_out
 from dlmgrid.cluster.replay import ReplaySummary, plan_replay, read_recorded, replay_grid, summarise
-from dlmgrid.cluster.run import ExitCode, check_out
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.jobs.console import table_console
 from dlmgrid.workers.cell import Cell

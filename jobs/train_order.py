@@ -39,8 +39,10 @@ def command(
     from dlmgrid.workers.drafting.order_checkpoint import save_order_model
     from dlmgrid.workers.drafting.order_examples import make_examples, split_runs
     from dlmgrid.workers.drafting.order_training import TrainSettings, card_of, train_order
+    from dlmgrid.workers.runtime import check_device
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
+    check_device(device)
     runs = list(load_trajectories(trajectories))
     check_calibration(runs)
     settings = TrainSettings(

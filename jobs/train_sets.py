@@ -56,8 +56,10 @@ def command(
         set_card,
         train_sets,
     )
+    from dlmgrid.workers.runtime import check_device
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
+    check_device(device)
     refit_of = "" if refit is None else read_set_checkpoint(refit).fingerprint
     runs = list(load_trajectories(trajectories, records=("hidden",)))
     check_calibration(runs)

@@ -45,6 +45,30 @@ def measure(
     )
 
 
+def measure_queued(
+    queue: Callable[[], object],
+    device: torch.device,
+    *,
+    in_a_row: int = 10,
+    warm_up: int = 3,
+    repeats: int = 10,
+) -> Timing:
+    """Milliseconds on the device of one call that only queues work: ``in_a_row`` of them between two events, so that
+    the host's time between calls is hidden as long as it is shorter than the device's."""
+
+    def several() -> None:
+        for _ in range(in_a_row):
+            queue()
+
+    found = measure(several, device, warm_up=warm_up, repeats=repeats)
+    return Timing(
+        median_ms=found.median_ms / in_a_row,
+        fastest_ms=found.fastest_ms / in_a_row,
+        slowest_ms=found.slowest_ms / in_a_row,
+        repeats=repeats,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
     """What the device does at best, read in the same run: bytes copied and FLOPs of a square product, a second."""
@@ -68,15 +92,15 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     )
 
 
-def pass_floor_ms(
+def pass_floor_parts(
     ceilings: Ceilings, *, hidden: int, layers: int, heads: int, kv_heads: int, width: int, inner: int, vocab: int,
-    rows: int, head_rows: int, prefix: int, bytes_per_value: int,
-) -> float:  # fmt: skip
-    """Least time of a verification pass: Σ over its operations of max(bytes / bandwidth, FLOPs / rate).
+    rows: int, head_rows: int, prefix: int, bytes_per_value: int, block_length: int = 32,
+) -> dict[str, float]:  # fmt: skip
+    """Least milliseconds of the parts of a verification pass, max(bytes / bandwidth, FLOPs / rate) an operation.
 
-    Products of a layer and of the head on ``head_rows``, attention of ``rows`` query rows over ``prefix`` keys that are
-    read once and a block of their own, and the logits written and read once. Norms and rotary embedding are left out:
-    they can be fused.
+    ``products`` of the layers, ``attention`` of ``rows`` query rows over ``prefix`` keys that are read once and a block
+    of their own, ``head`` on ``head_rows``, and ``logits``, written and read once. Norms and rotary embedding are left
+    out: they can be fused.
     """
 
     def operation(num_bytes: float, flops: float) -> float:
@@ -88,14 +112,17 @@ def pass_floor_ms(
 
     attention = operation(
         bytes_per_value * (2 * (prefix + rows) * kv_heads + 2 * rows * heads) * width,
-        4.0 * rows * heads * width * (prefix + 32),
+        4.0 * rows * heads * width * (prefix + block_length),
     )
-    layer = (
+    products = (
         product((heads + 2 * kv_heads) * width, hidden, rows)
-        + attention
         + product(hidden, heads * width, rows)
         + product(2 * inner, hidden, rows)
         + product(hidden, inner, rows)
     )
-    logits = operation(8.0 * head_rows * vocab, 0.0)
-    return 1e3 * (layers * layer + product(vocab, hidden, head_rows) + logits)
+    return {
+        "products": 1e3 * layers * products,
+        "attention": 1e3 * layers * attention,
+        "head": 1e3 * product(vocab, hidden, head_rows),
+        "logits": 1e3 * operation(8.0 * head_rows * vocab, 0.0),
+    }

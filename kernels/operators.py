@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import SPLIT_KEYS, block_attention, plan_attention
+from dlmgrid.kernels.attention.fixed_plan import PlanShape
 from dlmgrid.kernels.embedding import embed
 from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
@@ -46,7 +47,7 @@ class Operators:
             is written, block starts int32 [N]), in place; None for a set that writes no pass of fixed shape.
         run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
         logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
-        open_folds: (FoldLayout, device, heads=(Hq, Hkv)) to what a folded pass works with: kernels/specfold/folding.
+        open_folds: (FoldLayout, device, heads=(Hq, Hkv, d), dtype) to what a folded pass works with (specfold/folding).
     """
 
     name: str
@@ -69,8 +70,10 @@ def torch_operators(numerics: str) -> Operators:
     """The torch twins; under ``fast`` with the vendor's products."""
     product = linear if numerics == "exact" else linear_vendor
 
-    def open_folds(layout: FoldLayout, device: torch.device, *, heads: tuple[int, int]) -> Folds:
-        del heads
+    def open_folds(
+        layout: FoldLayout, device: torch.device, *, heads: tuple[int, int, int], dtype: torch.dtype
+    ) -> Folds:
+        del heads, dtype
         return TwinFolds(layout, device, plan_attention, operators)
 
     operators = Operators(
@@ -120,17 +123,16 @@ def triton_operators(numerics: str) -> Operators:
             return triton_linear(x, weight, gated=True)
         return triton_silu_gate(linear_vendor(x, weight))
 
-    def open_folds(layout: FoldLayout, device: torch.device, *, heads: tuple[int, int]) -> Folds:
+    def open_folds(
+        layout: FoldLayout, device: torch.device, *, heads: tuple[int, int, int], dtype: torch.dtype
+    ) -> Folds:
+        num_heads, num_kv_heads, width = heads
+        shape = PlanShape(
+            layout.num_segments, layout.block_length, num_heads // num_kv_heads, num_kv_heads, width, dtype.itemsize
+        )  # fmt: skip
         tables = FoldTables(FoldTables.buffer_of(layout).to(device), layout.num_segments, len(layout.taus))
         num_splits = max(start // SPLIT_KEYS + 1 for start in layout.starts)
-        return DeviceFolds(
-            tables,
-            operators,
-            gate=layout.gate,
-            block_length=layout.block_length,
-            heads=heads,
-            num_splits=num_splits,
-        )
+        return DeviceFolds(tables, operators, shape, gate=layout.gate, num_splits=num_splits)
 
     operators = Operators(
         name="triton",

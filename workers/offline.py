@@ -2,6 +2,8 @@
 
 For machines that have a device but no cluster (a batch queue, a borrowed GPU). UNITS is what ``dlmgrid plan GRID
 --out DIR --units FILE`` wrote. Files land in ``DIR/staging``; the next ``dlmgrid run GRID --out DIR`` adopts them.
+Units of ``dlmgrid plan … --record`` also write ``DIR/trajectories``, which can be replayed and learned from at once;
+the next ``dlmgrid record`` adopts them.
 Units that are already there are left alone, so an interrupted call goes on where it stopped.
 """
 
@@ -9,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
@@ -45,6 +48,20 @@ def _unit(values: dict[str, Any]) -> WorkUnit:
     )
 
 
+def part_of(units: Sequence[WorkUnit], number: int, count: int) -> list[WorkUnit]:
+    """Part ``number`` (from 1) of ``count``: a unit is in the part of the unit that its rows are compared with."""
+    number_of: dict[str, int] = {}
+    for unit in units:
+        if not unit.reference_shards:
+            number_of[unit.output] = len(number_of)
+    return [
+        unit
+        for index, unit in enumerate(units)
+        if number_of.get(unit.reference_shards[-1] if unit.reference_shards else unit.output, index) % count
+        == number - 1
+    ]
+
+
 def rebase(unit: WorkUnit, out: Path | None, checkpoint: Path | None, device: str | None) -> WorkUnit:
     """The unit with its output folder, checkpoint and device as they are on this machine."""
     planned = Path(unit.output).parent.parent
@@ -70,13 +87,23 @@ def decode_units(
     out: Path | None = None,
     checkpoint: Path | None = None,
     device: str | None = None,
+    num_compared: int | None = None,
+    part: tuple[int, int] = (1, 1),
     say: Callable[[str], None] = print,
 ) -> int:
     """Decode every unit of ``path`` that has no file yet; returns how many rows hold an error.
 
+    ``num_compared`` keys of each draft-free unit are compared with their serialized run, all for None.
+    ``part`` (i, n) is the i-th of n disjoint parts, so that n processes share a file of units and a device.
+
     Raises InputError for a file that is not one of units, and what :meth:`UnitRunner.run` raises.
     """
-    units = [rebase(unit, out, checkpoint, device) for unit in read_units(path)]
+    units = [
+        replace(rebase(unit, out, checkpoint, device), num_compared=num_compared)
+        for unit in part_of(read_units(path), *part)
+    ]
+    for name in sorted({unit.device for unit in units}):
+        check_device(name)
     runners: dict[str, UnitRunner] = {}
     num_errors = 0
     for number, unit in enumerate(units, 1):
@@ -108,10 +135,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the planned output folder is on this machine")
     parser.add_argument("--checkpoint", type=Path, help="where the model's folder is on this machine")
     parser.add_argument("--device", help="cpu or a CUDA device, instead of the planned one")
+    parser.add_argument(
+        "--compare", type=int, metavar="N", help="compare only the first N rows of each draft-free unit with their "
+        "serialized run; the others are stored unchecked"
+    )  # fmt: skip
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="decode the I-th of N disjoint parts only"
+    )
     arguments = parser.parse_args()
+    number, _, count = arguments.part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        parser.exit(2, f"error: --part {arguments.part}: give I/N with 1 <= I <= N, as 2/4\n")
+    if arguments.compare is not None and arguments.compare < 0:
+        parser.exit(2, f"error: --compare {arguments.compare}: give 0 or more\n")
     try:
         num_errors = decode_units(
-            arguments.units, out=arguments.out, checkpoint=arguments.checkpoint, device=arguments.device
+            arguments.units,
+            out=arguments.out,
+            checkpoint=arguments.checkpoint,
+            device=arguments.device,
+            num_compared=arguments.compare,
+            part=(int(number), int(count)),
         )
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")

@@ -8,6 +8,7 @@ import torch
 
 import dlmgrid
 from dlmgrid.workers.cell import digest
+from dlmgrid.workers.errors import InputError
 
 
 def package_versions() -> dict[str, str]:
@@ -20,6 +21,21 @@ def package_versions() -> dict[str, str]:
             versions[name] = ""
     versions["torch"] = torch.__version__
     return versions
+
+
+def check_device(device: str) -> str:
+    """``device`` where torch can compute on it: cpu, cuda or cuda:N. Raises InputError for another."""
+    kind, _, index = device.partition(":")
+    if device == "cpu":
+        return device
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise InputError(f"device {device!r}: give cpu, cuda or cuda:N")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= found:
+        raise InputError(
+            f"device {device}: torch {torch.__version__} sees {found} CUDA devices here; use cpu"
+        )
+    return device
 
 
 def device_name(device: str) -> str:

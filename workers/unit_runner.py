@@ -157,12 +157,14 @@ class UnitRunner:
         rows = self.decode_rows(unit, max_in_flight=unit.max_in_flight, recorder=recorder)
         if recorder is not None:
             _record(unit, rows, recorder)
+        compared = unit.keys
         if unit.cell.is_reference:
-            serialized = self.decode_rows(unit, max_in_flight=1)
+            compared = unit.keys[: unit.num_compared]
+            serialized = self.decode_rows(replace(unit, keys=compared), max_in_flight=1) if compared else []
             references = {Key(row["item_id"], row["repeat"]): row for row in serialized}
         else:
             references = self._references(unit)
-        for row in rows:
+        for row in rows[: len(compared)]:
             if row["error"] is None:
                 self._judge(row, references.get(Key(row["item_id"], row["repeat"])))
         return rows
@@ -253,6 +255,7 @@ class UnitRunner:
             )
             self._engine_key = key
         else:
+            self._engine = None  # its buffers may be gone when larger ones do not fit
             engine = with_room(engine, cell.cache, max_in_flight, longest)
         self._engine = engine
         return engine

@@ -26,6 +26,8 @@ class WorkUnit:
     learned or calibrated part, identified in the cell by ``drafter_fingerprint``; "" where it has none.
     ``trajectories`` is the folder that the steps of a draft-free unit are recorded in, as ``<unit_key>.parquet``; ""
     records nothing. ``records`` names what is recorded beyond the steps: ``window``, ``hidden``.
+    ``num_compared`` is how many keys of a draft-free unit are decoded
+    serialized too and compared; None: all. The others' rows have no verdict, and count as unchecked.
     """
 
     cell: Cell
@@ -42,6 +44,7 @@ class WorkUnit:
     drafter_path: str = ""
     trajectories: str = ""
     records: tuple[str, ...] = ()
+    num_compared: int | None = None
 
     @property
     def unit_key(self) -> str:

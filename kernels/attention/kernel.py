@@ -17,18 +17,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmgrid.kernels.dependent_launch import wait_for_previous
+
 
 @triton.jit
-def _step(queries, keys, values, present, scale, maximum, total, output):
-    """One key tile: keys [d, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen."""
-    scores = tl.dot(queries, keys, input_precision="ieee") * scale
-    scores = tl.where(present, scores, -float("inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    decay = tl.exp(maximum - new_maximum)
-    weights = tl.exp(scores - new_maximum[:, None])
+def _score(queries, keys):
+    """Unscaled scores of one key tile, ``keys`` [d, TILE]."""
+    return tl.dot(queries, keys, input_precision="ieee")
+
+
+@triton.jit
+def _step(scores, values, present, is_masked, scale, maximum, total, output):
+    """One key tile: scores [ROWS, TILE], values [TILE, d], ``present`` [1 or ROWS, TILE] true where a key is seen (read
+    if ``is_masked``).
+
+    States and ``scale`` are in base 2. The product with the values is added to the rescaled output inside the tensor
+    cores; a state whose maximum is -inf counts as empty whatever finite output it holds.
+    """
+    if is_masked:
+        scores = tl.where(present, scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    decay = tl.exp2(maximum - new_maximum)
+    shift = tl.broadcast_to(-new_maximum[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, shift))
     total = tl.fma(total, decay, tl.sum(weights, 1))
-    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    output = tl.fma(output, tl.broadcast_to(decay[:, None], output.shape), product)
+    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
     return new_maximum, total, output
 
 
@@ -39,8 +52,8 @@ def _merge(maximum, total, output, next_maximum, next_total, next_output):
     An empty one changes no bit. Which product is fused into the sum is spelled out: it must not differ between kernels.
     """
     joint = tl.maximum(maximum, next_maximum)
-    first = tl.exp(maximum - joint)
-    second = tl.exp(next_maximum - joint)
+    first = tl.exp2(maximum - joint)
+    second = tl.exp2(next_maximum - joint)
     total = tl.fma(total, first, next_total * second)
     output = tl.fma(output, tl.broadcast_to(first[:, None], output.shape), next_output * second[:, None])
     return joint, total, output
@@ -65,40 +78,51 @@ def _cached_tiles(
     """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
-    inside = columns < WIDTH
-    position = first * TILE + offsets
-    keys_at = cached_keys + first * tile_stride + offsets[None, :] * WIDTH + columns[:, None]
-    values_at = cached_values + first * tile_stride + offsets[:, None] * WIDTH + columns[None, :]
+    inside = (columns < WIDTH)[None, :]
+    within = offsets[:, None] * WIDTH + columns[None, :]
     maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+    cached_keys += first * tile_stride
+    cached_values += first * tile_stride
     for tile in range(first, stop):
-        keys = _load(keys_at, inside[:, None], WIDTH == PADDED_WIDTH)
-        values = _load(values_at, inside[None, :], WIDTH == PADDED_WIDTH)
-        present = (position >= first_key)[None, :]
-        keys_at += tile_stride
-        values_at += tile_stride
-        position += TILE
-        maximum, total, output = _step(queries, keys, values, present, scale, maximum, total, output)
+        keys = tl.trans(_load(cached_keys + within, inside, WIDTH == PADDED_WIDTH))
+        values = _load(cached_values + within, inside, WIDTH == PADDED_WIDTH)
+        cached_keys += tile_stride
+        cached_values += tile_stride
+        scores = _score(queries, keys)
         if SEQUENTIAL:
-            if tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1:
+            # here, past the scores' product, the output is at rest: reading it elsewhere would serialise the products
+            if (tile % TILES_PER_SPLIT == 0) & (tile > first):
                 before_maximum, before_total, before_output = _merge(
                     before_maximum, before_total, before_output, maximum, total, output
                 )
-                maximum, total, output = _empty(ROWS, PADDED_WIDTH)
+                maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        absent = first_key - tile * TILE  # leading keys of this tile that hold nothing
+        maximum, total, output = _step(
+            scores, values, (offsets >= absent)[None, :], absent > 0, scale, maximum, total, output
+        )
+    if SEQUENTIAL:
+        if (stop % TILES_PER_SPLIT == 0) & (stop > first):
+            before_maximum, before_total, before_output = _merge(
+                before_maximum, before_total, before_output, maximum, total, output
+            )
+            maximum, total, output = _empty(ROWS, PADDED_WIDTH)
     return before_maximum, before_total, before_output, maximum, total, output
 
 
 @triton.jit
 def _own_tile(
     queries, in_group, in_block, num_group_rows, first_row, cached_keys, cached_values, keys, values, row_map, segments,
-    first_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride, own_head_stride,
+    first_segment, own_segment, kv_head, start, first_key, causal, scale, maximum, total, output, own_stride,
+    own_head_stride,
     value_stride, value_head_stride,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """The tile with the own block, for every segment that the row tile touches.
 
-    Positions before the block come from the cache (pointers to this tile), the block's own from ``keys`` and
-    ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a segment's position.
+    ``own_segment`` is the first of them. Positions before the block come from the cache (pointers to this tile), the
+    block's own from ``keys`` and ``values``, where ``row_map`` (MAPPED) says which of their rows holds the key of a
+    segment's position.
     """
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_WIDTH)
@@ -112,7 +136,10 @@ def _own_tile(
     position = tl.where(is_own, offsets - block_at, 0)
     last_row = tl.minimum(first_row + ROWS, num_group_rows) - 1
     for member in tl.range(first_row // (L * GROUP), last_row // (L * GROUP) + 1, num_stages=1):
-        segment = tl.load(segments + first_segment + member).to(tl.int64)
+        segment = own_segment
+        if L * GROUP % ROWS != 0:
+            segment = tl.load(segments + first_segment + member)
+        segment = segment.to(tl.int64)
         own_row = segment * L + position
         if MAPPED:
             own_row = tl.load(row_map + own_row, mask=is_own, other=0).to(tl.int64)
@@ -130,19 +157,24 @@ def _own_tile(
         value_tile = tl.load(
             values_at[:, None] + columns[None, :], mask=is_held[:, None] & inside[None, :], other=0.0
         )
+        scores = _score(queries, key_tile)
         if L * GROUP % ROWS == 0:  # a row tile lies in one segment
-            maximum, total, output = _step(
-                queries, key_tile, value_tile, present, scale, maximum, total, output
-            )
+            maximum, total, output = _step(scores, value_tile, present, True, scale, maximum, total, output)
         else:
             new_maximum, new_total, new_output = _step(
-                queries, key_tile, value_tile, present, scale, maximum, total, output
+                scores, value_tile, present, True, scale, maximum, total, output
             )
             chosen = in_group == member
             maximum = tl.where(chosen, new_maximum, maximum)
             total = tl.where(chosen, new_total, total)
             output = tl.where(chosen[:, None], new_output, output)
     return maximum, total, output
+
+
+@triton.jit
+def _natural_sum(maximum, total):
+    """The natural log-sum-exp of a state in base 2."""
+    return (maximum + tl.log2(total)) * 0.6931471805599453
 
 
 @triton.jit
@@ -186,7 +218,7 @@ def attention_kernel(
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    BOUNDARY: tl.constexpr,
+    BOUNDARY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads, splits or 1).
 
@@ -194,12 +226,16 @@ def attention_kernel(
     of the states [splits, rows, ...]. BOUNDARY: the own tile is left out and the states before it are kept, the
     merged splits before the last in entry 0, the last split's in entry 1. A tile of no rows pads the plan.
     """
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(1)
     where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
     if num_group_rows == 0:
         return
     held, in_group, in_block, packed, head = rows
+    own_segment = tl.load(
+        segments + first_segment + first_row // (L * GROUP)
+    )  # early: the own tile hangs on it
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     queries = tl.load(
@@ -230,8 +266,8 @@ def attention_kernel(
             base = own_tile.to(tl.int64) * tile_stride
             within_maximum, within_total, within_output = _own_tile(
                 queries, in_group, in_block, num_group_rows, first_row, cached_keys + base,
-                cached_values + base, k, v, k, segments, first_segment, kv_head, start, first_key, causal, scale,
-                within_maximum, within_total, within_output, own_stride, own_head_stride,
+                cached_values + base, k, v, k, segments, first_segment, own_segment, kv_head, start, first_key, causal,
+                scale, within_maximum, within_total, within_output, own_stride, own_head_stride,
                 value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, False,
             )  # fmt: skip
     if SEQUENTIAL and not BOUNDARY:
@@ -240,7 +276,7 @@ def attention_kernel(
             out + state_row[:, None] * WIDTH + columns[None, :],
             (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
         )  # fmt: skip
-        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+        tl.store(log_sums + state_row, _natural_sum(maximum, total), mask=held)
     else:
         if SEQUENTIAL:
             tl.store(state_max + state_row, maximum, mask=held)
@@ -260,9 +296,10 @@ def merge_kernel(
     num_heads, num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, BOUNDARY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads, parts of a row tile of ROWS rows): the splits of each row in ascending order."""
+    wait_for_previous(OVERLAP)
     where, rows = _rows_of_tile(
         tiles, segments, tl.program_id(0), tl.program_id(2) * ROWS, tl.program_id(1), L, GROUP, FIELDS, ROWS
     )
@@ -311,7 +348,7 @@ def merge_kernel(
             out + state_row[:, None] * WIDTH + columns[None, :],
             (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
         )  # fmt: skip
-        tl.store(log_sums + state_row, maximum + tl.log(total), mask=held)
+        tl.store(log_sums + state_row, _natural_sum(maximum, total), mask=held)
 
 
 @triton.jit
@@ -321,15 +358,17 @@ def own_block_kernel(
     value_stride, value_head_stride, slot_stride, tile_stride, head_stride, num_heads, scale,
     num_states,
     L: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
-    FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    FIELDS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, key heads): the own tile on top of the states that ``row_map`` points each row to."""
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(1)
     where, rows = _rows_of_tile(tiles, segments, tl.program_id(0), 0, kv_head, L, GROUP, FIELDS, ROWS)
     first_segment, first_row, num_group_rows, slot, start, first_key, causal = where
     if num_group_rows == 0:
         return
     held, in_group, in_block, packed, head = rows
+    own_segment = tl.load(segments + first_segment + first_row // (L * GROUP))
     columns = tl.arange(0, PADDED_WIDTH)
     mask = held[:, None] & (columns < WIDTH)[None, :]
     source = tl.load(row_map + packed, mask=held, other=0).to(tl.int64)
@@ -350,7 +389,7 @@ def own_block_kernel(
     )
     maximum, total, output = _own_tile(
         queries, in_group, in_block, num_group_rows, first_row, key_cache + base, value_cache + base, k, v, row_map,
-        segments, first_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
+        segments, first_segment, own_segment, kv_head, start, first_key, causal, scale, maximum, total, output,
         own_stride, own_head_stride,
     value_stride, value_head_stride, L, GROUP, WIDTH, PADDED_WIDTH, TILE, ROWS, True,
     )  # fmt: skip
@@ -360,4 +399,4 @@ def own_block_kernel(
         out + result_row[:, None] * WIDTH + columns[None, :],
         (output / total[:, None]).to(out.dtype.element_ty), mask=mask,
     )  # fmt: skip
-    tl.store(log_sums + result_row, maximum + tl.log(total), mask=held)
+    tl.store(log_sums + result_row, _natural_sum(maximum, total), mask=held)

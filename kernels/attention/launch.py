@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from dlmgrid.kernels.attention.kernel import (
 )
 from dlmgrid.kernels.attention.launch_plan import LaunchPlan
 from dlmgrid.kernels.attention.reference import SPLIT_KEYS, TILE_KEYS, TILES_PER_SPLIT
+from dlmgrid.kernels.dependent_launch import launch_options
 from dlmgrid.kernels.triton_support import (
     check_float_type,
     check_one_device,
@@ -25,7 +28,7 @@ HEAD_WIDTHS = (64, 80, 96, 128, 192)
 
 _STAGES = 3
 
-_MERGED_ROWS, _MERGED_AT_ONCE = 8, 4
+_MERGED_ROWS, _MERGED_AT_ONCE = 4, 8
 """Rows of a program that merges splits, and the splits it reads ahead; no bit depends on either."""
 
 
@@ -39,12 +42,13 @@ def block_attention(
     *,
     scale: float | None = None,
     sequential: bool | None = None,
+    row_tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from ``queries`` [N, L, Hq, d] to prefix and own block (``keys``, ``values`` [N, L, Hkv, d]).
 
     Returns the output [N, L, Hq, d] in the queries' dtype and the natural-log-sum-exp of the scaled scores
-    [N, L, Hq] in fp32, as the twin does. ``sequential``: whether the splits of a row run in one program; None: the
-    plan decides; no bit depends on it.
+    [N, L, Hq] in fp32, as the twin does. ``sequential``: whether the splits of a row run in one program;
+    ``row_tile``: rows of a program; None: the plan decides; no bit depends on either.
 
     Raises:
         ValueError: a head width that is not in HEAD_WIDTHS, or shapes, types, strides or devices that do not fit.
@@ -54,7 +58,7 @@ def block_attention(
     out = torch.empty((num, length, num_heads, width), dtype=queries.dtype, device=queries.device)
     log_sums = torch.empty((num, length, num_heads), dtype=torch.float32, device=queries.device)
     _launch(
-        queries, keys, values, key_cache, value_cache, plan, scale, sequential, out=out, log_sums=log_sums,
+        queries, keys, values, key_cache, value_cache, plan, scale, sequential, row_tile, out=out, log_sums=log_sums,
     )  # fmt: skip
     return out, log_sums
 
@@ -67,6 +71,7 @@ def attend_prefix(
     *,
     scale: float | None = None,
     sequential: bool | None = None,
+    row_tile: int | None = None,
 ) -> Boundary:
     """The states of ``queries`` [N, L, Hq, d] over the cached tiles before the one that holds their block.
 
@@ -81,7 +86,7 @@ def attend_prefix(
         torch.empty((*shape, width), dtype=torch.float32, device=queries.device),
     )
     _launch(
-        queries, None, None, key_cache, value_cache, plan, scale, sequential, boundary=boundary,
+        queries, None, None, key_cache, value_cache, plan, scale, sequential, row_tile, boundary=boundary,
     )  # fmt: skip
     return boundary
 
@@ -122,12 +127,16 @@ def attend_block(
     log_sums = torch.empty((num, length, num_heads), dtype=torch.float32, device=queries.device)
     group = num_heads // keys.shape[1]
     if num:
-        own_block_kernel[(plan.num_tiles(group), keys.shape[1])](
+        row_tile = plan.row_tile(group, keys.shape[1], width, queries.element_size())
+        tiles = plan.tiles(group, row_tile)
+        own_block_kernel[(len(tiles), keys.shape[1])](
             queries, keys, values, key_cache, value_cache, row_map.contiguous(), *boundary, out, log_sums,
-            plan.tiles(group), plan.segments, queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1),
+            tiles, plan.segments, queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1),
             values.stride(0), values.stride(1),
-            *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
-            num_packed * num_heads, **_sizes(length, group, width, plan), FIELDS=plan.FIELDS, **_options(queries),
+            *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
+            num_packed * num_heads, **_sizes(length, group, width, row_tile), FIELDS=plan.FIELDS,
+            **_options(queries, row_tile),
+            **launch_options(queries.device),
         )  # fmt: skip
     return out, log_sums
 
@@ -141,6 +150,7 @@ def _launch(
     plan: LaunchPlan,
     scale: float | None,
     sequential: bool | None,
+    row_tile: int | None,
     *,
     out: Tensor | None = None,
     log_sums: Tensor | None = None,
@@ -151,9 +161,11 @@ def _launch(
         return
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    num_tiles = plan.num_tiles(group)
+    if row_tile is None:
+        row_tile = plan.row_tile(group, num_kv_heads, width, queries.element_size())
+    tiles = plan.tiles(group, row_tile)
     if sequential is None:
-        sequential = plan.runs_in_sequence(group, num_kv_heads)
+        sequential = plan.runs_in_sequence(group, num_kv_heads, row_tile, width)
     num_states = num * length * num_heads
     unwritten = Boundary(
         queries, queries, queries
@@ -171,35 +183,46 @@ def _launch(
     own_values = values if values is not None else queries
     result = out if out is not None else queries
     sums = log_sums if log_sums is not None else queries
-    sizes = _sizes(length, group, width, plan)
+    sizes = _sizes(length, group, width, row_tile)
     common = {"TILES_PER_SPLIT": TILES_PER_SPLIT, "FIELDS": plan.FIELDS, "BOUNDARY": boundary is not None}
     strides = [stride for tensor in (queries, own, own_values) for stride in tensor.stride()[1:3]]
-    attention_kernel[(num_tiles, num_kv_heads, 1 if sequential else plan.num_splits)](
+    attention_kernel[(len(tiles), num_kv_heads, 1 if sequential else plan.num_splits)](
         queries, own, own_values, key_cache, value_cache, result, sums, *split_states,
-        plan.tiles(group), plan.segments, *strides,
-        *key_cache.stride()[:3], num_heads, width**-0.5 if scale is None else scale,
-        num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries),
+        tiles, plan.segments, *strides,
+        *key_cache.stride()[:3], num_heads, _base_2_scale(width, scale),
+        num_states, SEQUENTIAL=sequential, **sizes, **common, **_options(queries, row_tile),
+            **launch_options(queries.device),
     )  # fmt: skip
     if not sequential:
-        merge_kernel[(num_tiles, num_kv_heads, plan.ROWS // _MERGED_ROWS)](
-            *split_states, result, sums, *states, plan.tiles(group), plan.segments, num_heads, num_states,
+        merge_kernel[(len(tiles), num_kv_heads, row_tile // _MERGED_ROWS)](
+            *split_states, result, sums, *states, tiles, plan.segments, num_heads, num_states,
             **{**sizes, "ROWS": _MERGED_ROWS}, **common, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+            **launch_options(queries.device),
         )  # fmt: skip
 
 
-def _sizes(length: int, group: int, width: int, plan: LaunchPlan) -> dict[str, int]:
+def _base_2_scale(width: int, scale: float | None) -> float:
+    """What takes a product to an exponent of 2: the scale times log2(e)."""
+    scale = width**-0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"block_attention: scale {scale}; want a positive number")
+    return scale * math.log2(math.e)
+
+
+def _sizes(length: int, group: int, width: int, row_tile: int) -> dict[str, int]:
     return {
         "L": length, "GROUP": group, "WIDTH": width, "PADDED_WIDTH": power_of_two(width), "TILE": TILE_KEYS,
-        "ROWS": plan.ROWS,
+        "ROWS": row_tile,
     }  # fmt: skip
 
 
-def _options(queries: Tensor) -> dict[str, int]:
-    """Pinned: four warps; three stages of 16-bit tiles of keys and values, fewer where they fill shared memory."""
+def _options(queries: Tensor, row_tile: int) -> dict[str, int]:
+    """Pinned: a warp for 16 rows; three stages of 16-bit tiles, fewer where they fill shared memory."""
     width = power_of_two(queries.shape[-1])
+    num_warps = row_tile // 16
     if queries.dtype == torch.float32:
-        return {"num_warps": 4, "num_stages": 1 if width > 128 else 2}
-    return {"num_warps": 4, "num_stages": _STAGES if width <= 128 else 2}
+        return {"num_warps": num_warps, "num_stages": 1 if width > 128 else 2}
+    return {"num_warps": num_warps, "num_stages": _STAGES if width <= 128 else 2}
 
 
 def _check_plan(num: int, length: int, plan: LaunchPlan) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlmgrid.kernels.attention.reference import TILE_KEYS
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.triton_support import check_one_device, check_rows_contiguous, power_of_two
 
 
@@ -16,9 +17,10 @@ def _write_kernel(
     keys, values, key_cache, value_cache, slots, starts, row_map, key_stride, key_head_stride, value_stride,
     value_head_stride, slot_stride, tile_stride, head_stride,
     L: tl.constexpr, WIDTH: tl.constexpr, PADDED_L: tl.constexpr, PADDED_WIDTH: tl.constexpr, TILE: tl.constexpr,
-    MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments, key heads): one block of one head."""
+    wait_for_previous(OVERLAP)
     segment = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + segment).to(tl.int64)
@@ -85,6 +87,6 @@ def write_blocks(
         keys, values, key_cache, value_cache, slots, starts,
         slots if row_map is None else row_map.contiguous(), keys.stride(1), keys.stride(2), values.stride(1),
         values.stride(2), *key_cache.stride()[:3], L=length, WIDTH=width, PADDED_L=power_of_two(length),
-        PADDED_WIDTH=power_of_two(width), TILE=TILE_KEYS,
-        MAPPED=row_map is not None, num_warps=4,
+        PADDED_WIDTH=power_of_two(width), TILE=TILE_KEYS, MAPPED=row_map is not None, num_warps=4,
+        **launch_options(keys.device),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.gemm.epilogue import store
 from dlmgrid.kernels.gemm.tiles import DescriptorTile
 from dlmgrid.kernels.triton_support import is_interpreted
@@ -98,8 +99,10 @@ def _descriptor_kernel(
     ROWS0: tl.constexpr, ROWS1: tl.constexpr, ROWS2: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     CHUNK: tl.constexpr, SWAPPED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, HAS_COUNT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, output tiles): programs that read the same weights run side by side. CHUNK 0: K is one chunk."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * (ROWS0 + ROWS1 + ROWS2)
     output = tl.program_id(1) * OUTPUTS
     if HAS_COUNT:
@@ -193,5 +196,5 @@ def launch(
         ROWS0=sizes[0], ROWS1=sizes[1], ROWS2=sizes[2], OUTPUTS=tile.outputs, STEP=tile.step,
         CHUNK=chunk_width if x.shape[1] > chunk_width else 0, SWAPPED=tile.swapped,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATED=gated, HAS_COUNT=row_count is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x.device),
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.gemm.epilogue import store
 from dlmgrid.kernels.gemm.tiles import STEP_WIDTH, PointerTile
 
@@ -54,8 +55,10 @@ def _linear_kernel(
     x_stride, w_stride, w_stride_k, residual_stride, out_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, HAS_COUNT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, output tiles): programs that read the same weights run side by side."""
+    wait_for_previous(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if HAS_COUNT:
         num_rows = tl.minimum(num_rows, tl.load(row_count).to(tl.int32))
@@ -101,5 +104,5 @@ def launch(
         x.stride(0), weight.stride(0), weight.stride(1), 0 if residual is None else residual.stride(0), out.stride(0),
         ROWS=tile.rows, OUTPUTS=tile.outputs, STEP=STEP_WIDTH, CHUNK=chunk_width,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATED=gated, HAS_COUNT=row_count is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x.device),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.triton_support import (
     check_float_type,
     check_one_device,
@@ -25,9 +26,10 @@ MAX_WIDTH = 16384
 @triton.jit
 def _rms_norm_kernel(
     x, weight, out, x_stride, row_count, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, HAS_COUNT: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HAS_COUNT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows)."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     if HAS_COUNT:
         if row >= tl.load(row_count):
@@ -58,5 +60,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, row_count: Tensor | None 
         _rms_norm_kernel[(rows,)](
             x, weight, out, x.stride(0), x if row_count is None else row_count, eps, WIDTH=width, PADDED=padded,
             HAS_COUNT=row_count is not None, num_warps=8 if padded > 2048 else 4,
+            **launch_options(x.device),
         )  # fmt: skip
     return out

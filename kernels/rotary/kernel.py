@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.triton_support import (
     check_float_type,
     check_one_device,
@@ -28,9 +29,10 @@ _HEADS = 8  # heads of a program
 def _norm_rotary_kernel(
     x, weight, cosines, sines, positions, out, x_stride, x_head_stride, num_heads, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_POSITIONS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, tiles of heads). IS_WHOLE: all of a head is turned, and half of it is a power of two."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     position = row
@@ -126,6 +128,6 @@ def norm_rotary(
             x, x if weight is None else weight, cosines, sines, x if positions is None else positions, out,
             x.stride(0), x.stride(1), heads, eps, HEADS=tile, WIDTH=width, PADDED=power_of_two(width), HALF=half,
             HAS_NORM=weight is not None, HAS_POSITIONS=positions is not None,
-            IS_WHOLE=2 * half == width and half == power_of_two(half), num_warps=4,
+            IS_WHOLE=2 * half == width and half == power_of_two(half), num_warps=4, **launch_options(x.device),
         )  # fmt: skip
     return out

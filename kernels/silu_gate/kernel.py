@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.gemm.epilogue import silu
 from dlmgrid.kernels.triton_support import check_float_type, check_rows_contiguous, power_of_two
 
@@ -17,8 +18,9 @@ _TILE = 1024
 
 
 @triton.jit
-def _silu_gate_kernel(gate_up, out, row_stride, width, TILE: tl.constexpr):
+def _silu_gate_kernel(gate_up, out, row_stride, width, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (rows, tiles of the width)."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < width
@@ -41,6 +43,6 @@ def silu_gate(gate_up: Tensor) -> Tensor:
     if rows and width:
         tile = min(_TILE, power_of_two(width))
         _silu_gate_kernel[(rows, triton.cdiv(width, tile))](
-            gate_up, out, gate_up.stride(0), width, TILE=tile, num_warps=4
+            gate_up, out, gate_up.stride(0), width, TILE=tile, num_warps=4, **launch_options(out.device)
         )
     return out

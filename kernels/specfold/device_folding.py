@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention.boundary import Boundary
-from dlmgrid.kernels.attention.fixed_plan import FixedPlan
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
 from dlmgrid.kernels.attention.launch import attend_block, attend_prefix
 from dlmgrid.kernels.gemm.kernel import linear
 from dlmgrid.kernels.rmsnorm.kernel import rms_norm
@@ -30,24 +30,21 @@ class DeviceFolds:
     """Folds of one pass; ``folding.Folds`` has what its methods do.
 
     Args:
-        layers: of the model.
-        heads: query and key heads.
+        shape: of the pass's plan of attention.
         num_splits: of the longest prefix.
         expected_rows: how many packed rows tiles are chosen for; None: all.
     """
 
     def __init__(
-        self, tables: FoldTables, operators: Operators, *, gate: str, block_length: int, heads: tuple[int, int],
-        num_splits: int, expected_rows: int | None = None,
+        self, tables: FoldTables, operators: Operators, shape: PlanShape, *, gate: str, num_splits: int,
+        expected_rows: int | None = None,
     ) -> None:  # fmt: skip
-        self._tables, self._all, self._gate = tables, operators, gate
-        self._length, self._num_splits = block_length, num_splits
-        self._num, self._layer = tables.parents.shape[0], 0
-        self._num_kv_heads = heads[1]
-        self._group = heads[0] // heads[1]
+        self._tables, self._all, self._shape, self._gate = tables, operators, shape, gate
+        self._num, self._length, self._num_splits = shape.num_segments, shape.block_length, num_splits
+        self._layer = 0
         self._expected = expected_rows
-        shape = (tables.taus.shape[0], self._num * block_length)
-        self._marks = torch.empty(shape, dtype=torch.int32, device=tables.parents.device)
+        rows = (tables.taus.shape[0], self._num * self._length)
+        self._marks = torch.empty(rows, dtype=torch.int32, device=tables.parents.device)
         self._segments = torch.arange(self._num, dtype=torch.int32, device=tables.parents.device)
         self._packed: DevicePack | None = None
 
@@ -82,10 +79,7 @@ class DeviceFolds:
         mark_rows(hidden, self._tables, layer, self._gate, out=self._marks[layer])
 
     def pack(self) -> None:
-        self._packed = pack_rows(
-            self._marks[self._layer], self._tables, self._length, group=self._group, tile_rows=FixedPlan.ROWS,
-            tile_fields=FixedPlan.FIELDS,
-        )  # fmt: skip
+        self._packed = pack_rows(self._marks[self._layer], self._tables, self._shape)
 
     def gather(self, rows: Tensor) -> Tensor:
         if rows.dim() == 1:
@@ -94,8 +88,7 @@ class DeviceFolds:
 
     def attend_prefix(self, queries: Tensor, key_cache: Tensor, value_cache: Tensor) -> Boundary:
         plan: Any = FixedPlan.of_tiles(
-            self._pack.tiles, self._segments, block_length=self._length, group=self._group,
-            num_kv_heads=self._num_kv_heads, num_splits=self._num_splits, expected_rows=self._expected,
+            self._pack.tiles, self._segments, self._shape, num_splits=self._num_splits, expected_rows=self._expected
         )  # fmt: skip
         return attend_prefix(queries.unflatten(0, (-1, self._length)), key_cache, value_cache, plan)
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
 from dlmgrid.kernels.specfold.layout import PLACE_FIELDS, FoldTables
 from dlmgrid.kernels.specfold.reference import EPSILON, GATES
 from dlmgrid.kernels.triton_support import check_float_type, check_one_device, power_of_two
@@ -64,9 +66,11 @@ def _is_close(hidden, own, base, row_stride, tau, eps, WIDTH: tl.constexpr, TILE
 
 @triton.jit
 def _parent_gate_kernel(
-    hidden, parents, marks, taus, row_stride, eps, L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
-):
+    hidden, parents, marks, taus, row_stride, eps,
+    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Grid (branches, positions): mark each row with itself, or with its parent's row where it is close to that."""
+    wait_for_previous(OVERLAP)
     branch = tl.program_id(0)
     parent = tl.load(parents + branch)
     own = branch * L + tl.program_id(1)
@@ -81,9 +85,10 @@ def _parent_gate_kernel(
 @triton.jit
 def _source_gate_kernel(
     hidden, parents, first_branch, num_branches, counts, marks, taus, row_stride, eps,
-    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (samples at most, positions): a sample's branches in turn, each compared with its parent's mark."""
+    wait_for_previous(OVERLAP)
     sample = tl.program_id(0)
     position = tl.program_id(1)
     if sample >= tl.load(counts):
@@ -106,9 +111,10 @@ def _source_gate_kernel(
 def _pack_kernel(
     marks, first_branch, num_branches, places, counts, rows, place, count, tiles, num_places, num_tiles,
     L: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: an exclusive scan over the rows of each sample in turn, each sample filled up to whole groups."""
+    wait_for_previous(OVERLAP)
     used = tl.full((), 0, tl.int32)
     used_tiles = tl.full((), 0, tl.int32)
     for sample in range(tl.load(counts)):
@@ -154,8 +160,11 @@ def _pack_kernel(
 
 
 @triton.jit
-def _resolve_kernel(marks, place, counts, sources, row_map, num_rows, TILE: tl.constexpr):
+def _resolve_kernel(
+    marks, place, counts, sources, row_map, num_rows, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Follow each row's marks to a row that is its own, at most as many steps as the deepest branch has."""
+    wait_for_previous(OVERLAP)
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     held = rows < num_rows
     current = tl.load(marks + rows, mask=held, other=0)
@@ -166,8 +175,9 @@ def _resolve_kernel(marks, place, counts, sources, row_map, num_rows, TILE: tl.c
 
 
 @triton.jit
-def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr):
+def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (places, tiles of a row): ``out[p] = source[rows[p]]``; places past the count are left alone."""
+    wait_for_previous(OVERLAP)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row < 0:
@@ -179,8 +189,11 @@ def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr):
 
 
 @triton.jit
-def _fold_kernel(middle, computed, sources, row_map, out, middle_stride, width, TILE: tl.constexpr):
+def _fold_kernel(
+    middle, computed, sources, row_map, out, middle_stride, width, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (rows, tiles of a row): a computed row as it is, a folded one middle + (computed - middle) of its source."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     source = tl.load(sources + row)
     at = tl.load(row_map + row).to(tl.int64)
@@ -223,6 +236,7 @@ def mark_rows(
     marks = torch.empty(num * length, dtype=torch.int32, device=hidden.device) if out is None else out
     taus = tables.taus[layer:]
     options = {"L": length, "WIDTH": width, "TILE": min(_TILE, power_of_two(width)), "num_warps": 4}
+    options |= launch_options(hidden.device)
     if gate == "parent":
         _parent_gate_kernel[(num, length)](
             hidden, tables.parents, marks, taus, width, EPSILON, **options
@@ -235,47 +249,46 @@ def mark_rows(
     return marks
 
 
-def pack_rows(
-    marks: Tensor, tables: FoldTables, block_length: int, *, group: int, tile_rows: int, tile_fields: int
-) -> DevicePack:
+def pack_rows(marks: Tensor, tables: FoldTables, shape: PlanShape) -> DevicePack:
     """Pack the rows that are marked with themselves, sample by sample, without asking the host how many there are.
 
     Args:
         marks: int32 [R] of :func:`mark_rows`.
-        group: query heads of a key head; ``tile_rows`` and ``tile_fields``: of a plan of attention.
+        shape: of the plan of attention whose row tiles are written.
 
     Raises:
         ValueError: types or sizes that do not fit.
     """
-    num_rows, num = marks.numel(), tables.parents.shape[0]
-    if marks.dtype != torch.int32 or num_rows != num * block_length:
+    num_rows, length = marks.numel(), shape.block_length
+    fits = tables.parents.shape == (shape.num_segments,) and num_rows == shape.num_segments * length
+    if marks.dtype != torch.int32 or not fits:
         raise ValueError(
-            f"pack_rows: marks {tuple(marks.shape)} {marks.dtype}; want int32 [{num * block_length}]"
+            f"pack_rows: marks {tuple(marks.shape)} {marks.dtype}; want int32 and those of {shape}"
         )
-    if tile_fields != 3 + PLACE_FIELDS:
-        raise ValueError(f"pack_rows: plans of {tile_fields} fields; this writes {3 + PLACE_FIELDS}")
     check_one_device("pack_rows", marks=marks, parents=tables.parents)
 
-    def integers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=marks.device)
+    def integers(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=marks.device)
 
-    num_tiles = num * triton.cdiv(block_length * group, tile_rows)
+    fields = 3 + PLACE_FIELDS
+    assert fields == FixedPlan.FIELDS
     place = integers(num_rows)
     pack = DevicePack(
         integers(num_rows),
         integers(1),
-        integers(num_tiles, tile_fields),
+        integers(shape.most_tiles, fields),
         integers(num_rows),
         integers(num_rows),
     )
     _pack_kernel[(1,)](
         marks, tables.first_branch, tables.num_branches, tables.places, tables.counts, pack.rows, place, pack.used,
-        pack.tiles, num_rows, num_tiles, L=block_length, GROUP=group, ROWS=tile_rows, FIELDS=tile_fields,
-        PLACE=PLACE_FIELDS, TILE=_TILE, num_warps=4,
+        pack.tiles, num_rows, shape.most_tiles, L=length, GROUP=shape.group, ROWS=shape.row_tile, FIELDS=fields,
+        PLACE=PLACE_FIELDS, TILE=_TILE, num_warps=4, **launch_options(marks.device),
     )  # fmt: skip
     _resolve_kernel[(triton.cdiv(num_rows, _TILE),)](
-        marks, place, tables.counts, pack.sources, pack.row_map, num_rows, TILE=_TILE, num_warps=4
-    )
+        marks, place, tables.counts, pack.sources, pack.row_map, num_rows, TILE=_TILE, num_warps=4,
+        **launch_options(marks.device),
+    )  # fmt: skip
     return pack
 
 
@@ -289,7 +302,7 @@ def gather_rows(source: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty((rows.shape[0], width), dtype=source.dtype, device=source.device)
     tile = min(_TILE, power_of_two(width))
     _gather_kernel[(rows.shape[0], triton.cdiv(width, tile))](
-        source, rows, out, source.stride(0), width, TILE=tile, num_warps=4
+        source, rows, out, source.stride(0), width, TILE=tile, num_warps=4, **launch_options(source.device)
     )
     return out
 
@@ -306,6 +319,15 @@ def fold_rows(middle: Tensor, pack: DevicePack, computed: Tensor) -> Tensor:
     out = torch.empty((num_rows, width), dtype=middle.dtype, device=middle.device)
     tile = min(_TILE, power_of_two(width))
     _fold_kernel[(num_rows, triton.cdiv(width, tile))](
-        middle, computed, pack.sources, pack.row_map, out, middle.stride(0), width, TILE=tile, num_warps=4
+        middle,
+        computed,
+        pack.sources,
+        pack.row_map,
+        out,
+        middle.stride(0),
+        width,
+        TILE=tile,
+        num_warps=4,
+        **launch_options(middle.device),
     )
     return out

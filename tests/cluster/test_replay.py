@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ from dlmgrid.cluster.run import look_up, refuse_unrecorded
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.jobs import diagnose
+from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.offline import decode_units, part_of, read_units
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -106,6 +110,65 @@ def test_rows_of_every_cell_are_written_and_agree_with_live_decoding(recorded: P
         assert (summary.nfe_ratio > 1) == (summary.cell.method != "none")
 
 
+def test_several_processes_give_the_rows_of_one(recorded: Path, tmp_path: Path) -> None:
+    from dlmgrid.workers.trajectories.files import files_by_cell
+    from dlmgrid.workers.trajectories.replay_process import replay_cells
+
+    methods = ["ssd", {"name": "spot", "checkpoint": "reference"}]
+    works = plan(recorded, tmp_path, temperatures=[0], methods=methods).works
+    files = files_by_cell(recorded)[works[0].cell.reference().cell_key]
+    alone = replay_cells(files, works)
+    assert [len(rows) for rows in alone] == [2, 2, 2]
+    assert replay_cells(files, works, num_processes=2) == alone
+
+
+def test_parts_of_a_plan_are_disjoint_whole_and_keep_chains(tmp_path: Path) -> None:
+    grid, units = tmp_path / "grid.yaml", tmp_path / "units.json"
+    asked_for = {"methods": ["none", "ssd"], "resources": {"items_per_unit": 1}}
+    grid.write_text(yaml.safe_dump(GRID | asked_for))
+    show_plan(grid, installed_sources(), out=tmp_path / "out", limit=None, data=None, units=units)
+    planned = read_units(units)
+    parts = [part_of(planned, number, 3) for number in (1, 2, 3)]
+    assert sorted(unit.output for part in parts for unit in part) == sorted(unit.output for unit in planned)
+    assert [len(part) for part in parts] == [4, 2, 2]
+    for part in parts:
+        outputs = {unit.output for unit in part}
+        assert all(set(unit.reference_shards) <= outputs for unit in part)
+
+
+def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path, recorded: Path) -> None:
+    grid, out, units = tmp_path / "grid.yaml", tmp_path / "out", tmp_path / "units.json"
+    grid.write_text(
+        yaml.safe_dump(GRID | {"temperatures": [0], "methods": ["none"], "resources": {"items_per_unit": 2}})
+    )
+    show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
+    assert [unit.cell.method for unit in read_units(units)] == ["none"]
+    assert decode_units(units, num_compared=1, say=lambda _: None) == 0
+    (file,) = (out / "staging").iterdir()
+    verdicts = pq.read_table(file, columns=["exact_tokens", "exact_bits"]).to_pylist()
+    assert verdicts == [
+        {"exact_tokens": True, "exact_bits": True},
+        {"exact_tokens": None, "exact_bits": None},
+    ]
+    here, there = (
+        plan(out, tmp_path / "a", temperatures=[0]),
+        plan(recorded, tmp_path / "b", temperatures=[0]),
+    )
+    for asked in (here, there):
+        replay_grid(asked)
+    assert [summary.nfe_mean for summary in summarise(here)] == [
+        summary.nfe_mean for summary in summarise(there)
+    ]
+
+
+@pytest.mark.parametrize("job", ["replay", "calibrate", "train_order", "study", "diagnose"])
+def test_what_reads_recordings_needs_no_ray_and_no_scorer(job: str) -> None:
+    blocked = "import sys\nfor name in ('ray', 'datasets', 'lm_eval', 'evalplus'): sys.modules[name] = None\n"
+    program = f"{blocked}import dlmgrid.jobs.{job}\n"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)
+
+
 def test_fused_passes_replay_to_the_live_counts(recorded: Path, tmp_path: Path) -> None:
     fused = {"name": "static", "fused_commit": True}
     asked = plan(recorded, tmp_path, num_verified=1, temperatures=[0], methods=["ssd"], decoder=fused)
@@ -125,14 +188,14 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     def replay_with_a_fault(asked: ReplayPlan) -> None:
         from dlmgrid.workers.trajectories import replay_process
 
-        replay_cells = replay_process.replay_cells
+        replay_cells = replay_process.join_rows
 
         def faulty(*arguments: Any) -> list[list[dict[str, Any]]]:
             cells = replay_cells(*arguments)
             cells[0][0]["rows_computed"] += 1
             return cells
 
-        monkeypatch.setattr(replay_process, "replay_cells", faulty)
+        monkeypatch.setattr(replay_process, "join_rows", faulty)
         replay_process.run_plan(asked)
 
     monkeypatch.setattr("dlmgrid.jobs.replay.replay_grid", replay_with_a_fault)

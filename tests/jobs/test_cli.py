@@ -18,11 +18,12 @@ from dlmgrid.workers.errors import InputError
 # Every flag is a promise to scripts. Add one here on purpose, or not at all.
 FLAGS = {
     "run": {"--out", "--limit", "--data", "--address", "--retry-failed", "--progress", "--quiet"},
-    "plan": {"--out", "--limit", "--data", "--units"},
+    "plan": {"--out", "--limit", "--data", "--units", "--record"},
     "record": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
     "replay": {"--out", "--verify"},
+    "study": {"--drafter", "--csv"},
     "diagnose": set[str](),
-    "decode": {"--out", "--checkpoint", "--device"},
+    "decode": {"--out", "--checkpoint", "--device", "--compare"},
     "train-order": {
         "--out",
         "--steps",

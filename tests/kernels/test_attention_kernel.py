@@ -11,8 +11,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from dlmgrid.kernels.attention import TILE_KEYS, reference, write_cache
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
 from dlmgrid.kernels.attention.launch import attend_block, attend_prefix, block_attention
-from dlmgrid.kernels.attention.launch_plan import LaunchPlan
+from dlmgrid.kernels.attention.launch_plan import ROW_TILES, LaunchPlan, choose_row_tile, runs_in_sequence
 from dlmgrid.kernels.attention.shapes import MODEL_SHAPES, ODD_SHAPES, AttentionShape
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -115,8 +116,8 @@ def test_tiles_of_no_rows_and_splits_that_no_row_needs_change_nothing(mixed: Ope
     whole = mixed.attend(everything)
     for sequential in (True, False):
         plan = mixed.plan(everything)
-        tiles = plan.tiles(3)
-        plan._tiles[3] = torch.cat([tiles, tiles.new_zeros(2, plan.FIELDS)])
+        tiles = plan.tiles(3, 64)
+        plan._tiles[3, 64] = torch.cat([tiles, tiles.new_zeros(2, plan.FIELDS)])
         plan.num_splits += 3
         out, sums = block_attention(
             mixed.queries, mixed.keys, mixed.values, *caches, plan, sequential=sequential
@@ -189,6 +190,16 @@ def test_folded_rows_keep_the_query_and_see_the_keys_of_their_branch(mixed: Oper
     assert torch.equal(sums, expected_sums)
 
 
+@pytest.mark.parametrize("sequential", [True, False], ids=["in_sequence", "in_parallel"])
+def test_no_bit_depends_on_the_row_tile(mixed: Operands, sequential: bool) -> None:
+    """Row tiles of 128 hold several segments here, and end before they are full."""
+    everything = list(range(len(SLOTS)))
+    whole = mixed.attend(everything, sequential=True, row_tile=64)
+    wide = mixed.attend(everything, sequential=sequential, row_tile=128)
+    assert torch.equal(wide[0], whole[0])
+    assert torch.equal(wide[1], whole[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODEL_SHAPES)
 @pytest.mark.parametrize("start", [512, 2048, 32736])
@@ -199,8 +210,11 @@ def test_model_shapes_on_the_device(
     shape = AttentionShape(heads, kv_heads, width, 32, start, 9)
     given = Operands(shape, [0] * 9, [start] * 9, torch.bfloat16, cuda_device)
     out, _ = given.attend(list(range(9)), sequential=True)
-    assert torch.equal(given.attend(list(range(9)), sequential=False)[0], out)
-    assert torch.equal(given.attend([4])[0], out[4:5])
+    for row_tile in ROW_TILES:
+        for sequential in (True, False):
+            options = {"sequential": sequential, "row_tile": row_tile}
+            assert torch.equal(given.attend(list(range(9)), **options)[0], out)
+            assert torch.equal(given.attend([4], **options)[0], out[4:5])
     assert_near(out, given.expected(cuda_device)[0])
 
 
@@ -224,3 +238,29 @@ def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> N
         LaunchPlan([0], [0], 24)
     with pytest.raises(ValueError, match="not on the grid"):
         LaunchPlan([0], [8], 16)
+    with pytest.raises(ValueError, match="scale"):
+        block_attention(given.queries, given.keys, given.values, *caches, plan, scale=-1.0)
+
+
+def test_the_plan_follows_from_the_shape_of_the_pass() -> None:
+    """Wide row tiles for many programs of one segment each; splits apart where they fill the card and merge cheaply."""
+    assert [choose_row_tile(num, 128, 8, 128, 2) for num in (1, 9, 21, 64)] == [64, 64, 64, 128]
+    assert choose_row_tile(64, 96, 3, 64, 2) == 64
+    assert choose_row_tile(64, 128, 8, 128, 4) == 64
+    assert runs_in_sequence(64, 2, 8, 1, 128)
+    assert not runs_in_sequence(64, 2, 8, 9, 128)
+    assert runs_in_sequence(64, 18, 8, 9, 128)
+
+
+def test_a_fixed_plan_has_the_tiles_of_the_plan_of_each_pass() -> None:
+    shape = PlanShape(48, 32, 4, 8, 128, 2)
+    assert shape.row_tile == 128
+    for slots in ([0] * 48, list(range(48))):
+        tables = FixedPlan.tables_of(slots, [64] * 48, shape)
+        fixed = FixedPlan(tables, shape, num_splits=2)
+        plan = LaunchPlan(slots, [64] * 48, 32)
+        assert plan.row_tile(4, 8, 128, 2) == fixed.row_tile(4, 8, 128, 2)
+        assert torch.equal(fixed.tiles(4, 128), plan.tiles(4, 128))
+        assert torch.equal(fixed.segments, plan.segments)
+    with pytest.raises(ValueError, match="the plan is for"):
+        fixed.tiles(4, 64)

@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from dlmgrid.kernels.attention.fixed_plan import FixedPlan
+from dlmgrid.kernels.attention.fixed_plan import PlanShape
 from dlmgrid.kernels.attention.launch_plan import LaunchPlan
 from dlmgrid.kernels.specfold import FoldLayout, FoldTables, reference
 from dlmgrid.kernels.specfold.kernel import DevicePack, fold_rows, gather_rows, mark_rows, pack_rows
@@ -33,6 +33,9 @@ def branches(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return hidden.to(device, dtype)
 
 
+PLAN = PlanShape(6, LENGTH, 24, 2, 64, 4)
+
+
 def tables(tau: float, device: torch.device) -> FoldTables:
     """A layer at τ = 9 and one at ``tau``, for the branches of two samples."""
     slots = [0, 0, 0, 0, 1, 1]
@@ -44,7 +47,7 @@ def tables(tau: float, device: torch.device) -> FoldTables:
 
 
 def pack(marks: torch.Tensor, of: FoldTables) -> DevicePack:
-    return pack_rows(marks, of, LENGTH, group=24, tile_rows=FixedPlan.ROWS, tile_fields=FixedPlan.FIELDS)
+    return pack_rows(marks, of, PLAN)
 
 
 @pytest.mark.parametrize("gate", ["parent", "source"])
@@ -68,7 +71,7 @@ def test_a_layer_folds_as_the_twin_does(
 
     groups = packed.group_of.tolist()
     plan = LaunchPlan(groups, [8 * (group + 1) for group in groups], LENGTH, first_keys=[3] * len(groups))
-    tiles = plan.tiles(24).tolist()
+    tiles = plan.tiles(24, PLAN.row_tile).tolist()
     assert found.tiles[: len(tiles)].tolist() == tiles
     assert not found.tiles[len(tiles) :].any()
 

@@ -16,6 +16,12 @@ from dlmgrid.workers.benchmarks.math500 import MATH500
 from dlmgrid.workers.benchmarks.mbpp import MBPP, MBPP_PLUS_BENCHMARK
 from dlmgrid.workers.benchmarks.mt_bench import MT_BENCH
 from dlmgrid.workers.benchmarks.swe_bench_lite import SWE_BENCH_LITE
+from dlmgrid.workers.benchmarks.training_sets import (
+    CHAT_TRAIN_SET,
+    GSM8K_TRAIN_SET,
+    MATH_TRAIN_SET,
+    MBPP_TRAIN_SET,
+)
 from dlmgrid.workers.errors import InputError
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -39,6 +45,10 @@ BENCHMARKS: dict[str, Benchmark] = {
         SWE_BENCH_LITE,
         MT_BENCH,
         ALPACA,
+        GSM8K_TRAIN_SET,
+        MATH_TRAIN_SET,
+        MBPP_TRAIN_SET,
+        CHAT_TRAIN_SET,
     )
 }
 

@@ -33,6 +33,11 @@ RESPONSE = (
 )
 
 
+def ask_for_program(problem: str) -> tuple[str, str]:
+    """EvalPlus' user turn for a problem, and how the assistant's turn opens."""
+    return f"{INSTRUCTION}\n```\n{problem.strip()}\n```\n", f"{RESPONSE}\n```python\n"
+
+
 def load_tasks(source: DataFile, data: str | Path | None, limit: int | None, *, plus: bool) -> list[Item]:
     """Items of an EvalPlus release. Test inputs are JSON text, so that they reach EvalPlus unchanged;
     ``plus_input`` is None unless ``plus``. Raises InputError as :func:`load_rows` does.
@@ -46,8 +51,8 @@ def load_tasks(source: DataFile, data: str | Path | None, limit: int | None, *, 
             "base_input": json.dumps(row["base_input"]),
             "plus_input": json.dumps(row["plus_input"]) if plus else None,
         }
-        messages = [{"role": "user", "content": f"{INSTRUCTION}\n```\n{row['prompt'].strip()}\n```\n"}]
-        prefix = f"{RESPONSE}\n```python\n"
+        asked, prefix = ask_for_program(row["prompt"])
+        messages = [{"role": "user", "content": asked}]
         items.append(
             Item(item_id=row["task_id"], messages=messages, assistant_prefix=prefix, document=document)
         )

@@ -16,6 +16,7 @@ def generation_set(
     why_not_scored: str,
     loader: Loader,
     files: tuple[DataFile, ...],
+    calibration: bool = False,
 ) -> Benchmark:
     """A zero-shot chat benchmark every row of which is stored as ``not_scored`` with the reason."""
     unscored = Scorer(
@@ -41,6 +42,7 @@ def generation_set(
         scoring="",
         versions=lambda num_fewshot: f"{prompt_version}/chat/0-shot",
         loader=loader,
+        calibration=calibration,
         files=files,
         exceptions="not applicable: there is no scorer",
     )

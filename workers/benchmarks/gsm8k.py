@@ -43,7 +43,8 @@ GSM8K_TRAIN = DataFile(
 FEWSHOT_SEED = 1234
 
 
-def _question_turn(question: str) -> str:
+def question_turn(question: str) -> str:
+    """The user turn that asks one question."""
     return f"Question: {question}\nAnswer:"
 
 
@@ -56,10 +57,10 @@ def _load(data: str | Path | None, limit: int | None, num_fewshot: int, *, bare:
     for index, document in enumerate(documents):
         messages = []
         for example in generator.sample(examples, num_fewshot) if num_fewshot else []:
-            messages.append({"role": "user", "content": _question_turn(example["question"])})
+            messages.append({"role": "user", "content": question_turn(example["question"])})
             messages.append({"role": "assistant", "content": example["answer"]})
         question = document["question"]
-        messages.append({"role": "user", "content": question if bare else _question_turn(question)})
+        messages.append({"role": "user", "content": question if bare else question_turn(question)})
         items.append(Item(item_id=f"gsm8k/{index}", messages=messages, document=document))
     return items
 

@@ -45,8 +45,13 @@ def fewshot_examples() -> list[dict[str, str]]:
     return [json.loads(line) for line in FEWSHOT_FILE.read_text(encoding="utf-8").splitlines()]
 
 
+def problem_turn(problem: str) -> str:
+    """The user turn that asks one problem."""
+    return f"Problem:\n{problem}\n\nSolution:"
+
+
 def _problem_turn(problem: str) -> dict[str, str]:
-    return {"role": "user", "content": f"Problem:\n{problem}\n\nSolution:"}
+    return {"role": "user", "content": problem_turn(problem)}
 
 
 def _load(data: str | Path | None, limit: int | None, num_fewshot: int) -> list[Item]:

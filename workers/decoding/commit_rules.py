@@ -63,14 +63,18 @@ def top_positions(masked: Tensor, confidence: Tensor, count: int | Tensor) -> Te
 
     ``count`` is one number for all states, or int64 [...], one a state.
     """
-    order = _scores(masked, confidence).sort(dim=-1, descending=True, stable=True).indices
+    scores = _scores(masked, confidence)
+    if isinstance(count, int) and count == 1:  # argmax takes the first of equals
+        best = scores.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(masked).scatter_(-1, best, True) & masked
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(masked.shape[-1], device=masked.device)
     picked = ranks < (count if isinstance(count, int) else count[..., None])
     return torch.zeros_like(masked).scatter(-1, order, picked.expand_as(masked)) & masked
 
 
 def _scores(masked: Tensor, confidence: Tensor) -> Tensor:
-    return torch.where(masked, confidence, torch.full_like(confidence, -torch.inf))
+    return torch.where(masked, confidence, -torch.inf)
 
 
 def static(commits_per_step: int) -> CommitRule:

@@ -50,14 +50,14 @@ from dlmgrid.workers.decoding.folded import (
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
-from dlmgrid.workers.decoding.reading import TransitionRule
+from dlmgrid.workers.decoding.reading import TransitionRule, predictor_of
 from dlmgrid.workers.decoding.settings import GREEDY_MATCH, STOP_POLICIES, VERIFICATIONS, DecodeSettings
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, stopped_states
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.decoding.verification import SeenStep, WalkedSteps, walk
-from dlmgrid.workers.decoding.window import draft_round, refreshes, wants_following
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, reads_hidden
+from dlmgrid.workers.decoding.window import crosses, draft_round, refreshes, wants_following
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, place, reads_hidden
 
 __all__ = [
     "GREEDY_MATCH", "STOP_POLICIES", "VERIFICATIONS", "DecodeSettings", "Decoder", "Generation", "Prompt", "Recorder",
@@ -130,6 +130,8 @@ class Decoder:
         self.drafts = settings.budget > 0
         device, length = target.control_device, settings.block_length
         self._device = device
+        if self.drafts and device != target.device:
+            place(drafter, target.device)
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
         hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None
         self._known = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)
@@ -235,7 +237,7 @@ class Decoder:
             commit_counts=torch.tensor([s.commit_count for s in samples], dtype=torch.int64, device=device),
             block_starts=torch.tensor([s.block_start for s in samples], dtype=torch.int64, device=device),
             keys=torch.tensor([s.key for s in samples], dtype=torch.int64, device=device),
-            snapshots=self._known.select(slots),
+            snapshots=self._known.select(slots) if self.drafts else self._known,
             rule=settings.rule,
             temperature=settings.temperature,
             noise=settings.noise,
@@ -284,13 +286,15 @@ class Decoder:
         if fold is not None and fold.recheck:
             self._recheck(round_, hidden, roots, walked, rows)
         self._look_at_next_blocks(round_, hidden)
-        finished = trees.current.tokens[everyone, trees.complete.clamp_min(0)]
-        crosses = (trees.complete >= 0) & (roots == finished).all(dim=1)
         for sample, root, steps, nodes in zip(samples, roots.tolist(), walked, drafted, strict=True):
             sample.set_block(root)
             _account(sample, steps, nodes)
-        entered = (crosses & trees.enters).nonzero().flatten()
-        for index in (crosses & ~trees.enters).nonzero().flatten().tolist():
+        if not crosses(self.settings.window):
+            return
+        finished = trees.current.tokens[everyone, trees.complete.clamp_min(0)]
+        has_crossed = (trees.complete >= 0) & (roots == finished).all(dim=1)
+        entered = (has_crossed & trees.enters).nonzero().flatten()
+        for index in (has_crossed & ~trees.enters).nonzero().flatten().tolist():
             self._finish(samples[index])  # its last block, and the pass has stored it
         if not entered.numel() or trees.following is None:
             return
@@ -378,10 +382,16 @@ class Decoder:
         hidden: Tensor,
     ) -> tuple[Tensor, list[WalkedSteps]]:
         """Walk the trees of the samples ``which`` (int64 [A]) of a round."""
+        members = which.tolist()
+        is_all = len(members) == len(round_.samples)  # in order, then
+
+        def own(of_all: Tensor) -> Tensor:
+            return of_all if is_all else of_all[which]
+
         on_step: Callable[[SeenStep], None] | None = None
         if self.recorder is not None:
-            prompts = [round_.samples[index].prompt for index in which.tolist()]
-            on_step = functools.partial(self.recorder.record, prompts, inputs.block_starts[which])
+            prompts = [round_.samples[index].prompt for index in members]
+            on_step = functools.partial(self.recorder.record, prompts, own(inputs.block_starts))
         return walk(
             head=self.target,
             transition=TransitionRule(
@@ -394,20 +404,20 @@ class Decoder:
                 logits_pass=self._logits_pass,
             ),
             hidden=hidden,
-            first_segment=first_segments[which],
-            tree=trees.select(which),
-            commit_counts=inputs.commit_counts[which],
-            block_starts=inputs.block_starts[which],
-            keys=inputs.keys[which],
+            first_segment=own(first_segments),
+            tree=trees if is_all else trees.select(which),
+            commit_counts=own(inputs.commit_counts),
+            block_starts=own(inputs.block_starts),
+            keys=own(inputs.keys),
             snapshots=self._snapshots,
-            snapshot_rows=round_.slots[which],
+            snapshot_rows=own(round_.slots),
             on_step=on_step,
             block_steps=torch.tensor(
-                [round_.samples[index].block_steps for index in which.tolist()],
+                [round_.samples[index].block_steps for index in members],
                 dtype=torch.int64,
                 device=self._device,
             ),
-            has_stopped=self._has_stopped([round_.samples[index] for index in which.tolist()]),
+            has_stopped=self._has_stopped([round_.samples[index] for index in members]),
         )
 
     def _has_stopped(self, samples: list[Sample]) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -419,14 +429,21 @@ class Decoder:
 
     def _look_at_next_blocks(self, round_: Round, hidden: Tensor) -> None:
         """Keep, or record, what the pass says of the fresh block behind the root of each sample that looks ahead."""
+        if not self._looks_ahead:
+            return
         which = round_.looks_ahead.nonzero().flatten()
         if not which.numel():
             return
         segments = torch.tensor(round_.next_segments, device=self._device)[which]
         length = self.settings.block_length
         read = hidden[segments.to(hidden.device)].flatten(0, 1)
-        found = summarize(self.target.logits(read), self.settings.temperature)
-        summary = Summary(*(part.to(self._device) for part in found))
+        predictor = predictor_of(self.target)
+        if predictor is not None and self.settings.temperature in (0, 1):
+            rows = (segments[:, None] * length + torch.arange(length)).flatten()
+            summary = predictor.predict(hidden, rows, 0.0, None).summary  # the same at T = 1
+        else:
+            found = summarize(self.target.logits(read), self.settings.temperature)
+            summary = Summary(*(part.to(self._device) for part in found))
         if self.settings.records_window and self.recorder is not None:
             for row, index in enumerate(which.tolist()):
                 own = slice(row * length, (row + 1) * length)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ class Head(Protocol):
     def logits(self, rows: Tensor) -> Tensor: ...
 
 
-@runtime_checkable
 class Predictor(Protocol):
     """A head with the logits pass behind it: rows (int64 [R], on the CPU) of ``hidden`` [N, L, H] to what the pass says
     of them, on the CPU. ``predicts_rows``: whether this one does."""
@@ -59,6 +58,11 @@ class Predictor(Protocol):
     def predict(
         self, hidden: Tensor, rows: Tensor, temperature: float, noise: RowNoise | None
     ) -> LogitsPass: ...
+
+
+def predictor_of(head: object) -> Predictor | None:
+    """``head`` where it answers rows itself, else None."""
+    return cast("Predictor", head) if getattr(head, "predicts_rows", False) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +100,8 @@ class Level(NamedTuple):
 
     ``states`` int32 and ``masked`` bool [A, L]; ``commit_counts`` int64 [A]; ``row_of`` int64 [R] into the A samples
     and ``positions`` int64 [R] in the block, ascending; ``drawn`` of the rows; ``is_argmax`` bool [R], whether the
-    token is the row's most probable one; ``digests`` int64 [R]. ``summary`` and ``hidden`` (of some rows, bool [R], or
-    of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
+    token is the row's most probable one; ``digests`` int64 [R].``summary`` and ``hidden`` (of some rows, bool [R] or
+    indices int64, or of all) give the summary and what the head read; ``likeliest`` what would be drawn without noise.
     """
 
     states: Tensor
@@ -131,13 +135,13 @@ class RowReader:
         self._head, self._transition = head, transition
         self._hidden = hidden
         self._first_segment, self._tree = first_segment, tree
-        self._commit_counts, self._block_starts, self._keys = commit_counts, block_starts, keys
-        self._root_masked = num_masked(tree.tokens[:, 0])
-        self._predictor: Predictor | None = None
-        if isinstance(head, Predictor) and head.predicts_rows and not transition.reads_logits:
-            self._predictor = head
+        self._block_starts, self._keys = block_starts, keys
+        self._root_counts = commit_counts + num_masked(tree.tokens[:, 0])
+        self._predictor = None if transition.reads_logits else predictor_of(head)
         self._ahead: LogitsPass | None = None
-        self._ahead_index: Tensor | None = None
+        self._ahead_rows: tuple[
+            Tensor, Tensor, Tensor, Tensor, Tensor
+        ]  # masked, samples, nodes, positions, rows
         if self._predictor is not None:
             self._read_ahead(self._predictor)
 
@@ -147,13 +151,13 @@ class RowReader:
         states = self._tree.tokens[samples, node]
         masked = states == MASKED
         row_of, positions = masked.nonzero(as_tuple=True)
-        counts = self._commit_counts[samples] + self._root_masked[samples] - num_masked(states)
+        counts = self._root_counts[samples] - num_masked(states)
         segments = self._first_segment[samples] + node
         rows = segments[row_of] * states.shape[1] + positions
         place = (states, masked, counts, row_of, positions)
         if self._predictor is None:
             return self._from_logits(samples, place, rows, block_step)
-        if self._ahead is None or self._ahead_index is None:
+        if self._ahead is None:
             noise = self._noise(samples[row_of], positions, counts[row_of])
             passed = self._predictor.predict(self._hidden, rows, self._transition.temperature, noise)
         else:
@@ -167,9 +171,17 @@ class RowReader:
 
     def read_all(self) -> tuple[Tensor, Tensor, Level]:
         """Every node that has masks left as one level: samples int64 [A] and nodes int64 [A], and the level."""
-        masked = (self._tree.tokens == MASKED).any(dim=-1) & self._tree.is_node()
-        samples, nodes = masked.nonzero(as_tuple=True)
-        return samples, nodes, self.read(samples, nodes, torch.zeros_like(nodes))
+        assert self._ahead is not None, "the rows were not read ahead"
+        masked, _, _, positions, rows = self._ahead_rows
+        left = masked.sum(dim=-1)
+        of, node = left.nonzero(as_tuple=True)
+        flat = of * masked.shape[1] + node
+        left = left.flatten().index_select(0, flat)
+        counts = self._root_counts.index_select(0, of) - left
+        row_of = torch.arange(of.numel(), device=of.device).repeat_interleave(left)
+        states, masked = (part.flatten(0, 1).index_select(0, flat) for part in (self._tree.tokens, masked))
+        place = (states, masked, counts, row_of, positions)
+        return of, node, self._from_pass(of, place, rows, self._ahead)
 
     def _read_ahead(self, predictor: Predictor) -> None:
         tree = self._tree
@@ -177,13 +189,21 @@ class RowReader:
         samples, nodes, positions = masked.nonzero(as_tuple=True)
         if samples.numel() > MOST_ROWS_AHEAD:
             return
-        counts = (self._commit_counts + self._root_masked)[samples] - masked.sum(dim=-1)[samples, nodes]
-        rows = (self._first_segment[samples] + nodes) * masked.shape[-1] + positions
-        noise = self._noise(samples, positions, counts)
+        rows = (self._first_segment.index_select(0, samples) + nodes) * masked.shape[-1] + positions
+        noise = None
+        if self._transition.temperature > 0:
+            counts = self._root_counts[samples] - masked.sum(dim=-1)[samples, nodes]
+            noise = self._noise(samples, positions, counts)
         self._ahead = predictor.predict(self._hidden, rows, self._transition.temperature, noise)
+        self._ahead_rows = (masked, samples, nodes, positions, rows)
+
+    @functools.cached_property
+    def _ahead_index(self) -> Tensor:
+        """int64 [S, 1 + D, L]: which row read ahead belongs to a position, -1 where none does."""
+        masked, samples, nodes, positions, _ = self._ahead_rows
         index = torch.full(masked.shape, -1, dtype=torch.int64, device=masked.device)
         index[samples, nodes, positions] = torch.arange(samples.numel(), device=masked.device)
-        self._ahead_index = index
+        return index
 
     def _noise(self, samples: Tensor, positions: Tensor, counts: Tensor) -> RowNoise | None:
         """Where the token noise of rows is found: all int64 [R]; None at T = 0."""
@@ -198,9 +218,13 @@ class RowReader:
         _, _, counts, row_of, positions = place
         transition = self._transition
         noise = transition.noise
-        at = (self._keys[samples][row_of], self._block_starts[samples][row_of] + positions, counts[row_of])
+
+        def at() -> tuple[Tensor, Tensor, Tensor]:
+            owners = samples[row_of]
+            return self._keys[owners], self._block_starts[owners] + positions, counts[row_of]
+
         position_noise = PositionNoise(
-            functools.partial(noise.position_uniforms, *at), functools.partial(noise.position_gumbels, *at)
+            lambda: noise.position_uniforms(*at()), lambda: noise.position_gumbels(*at())
         )
         drawn = draw(
             None,
@@ -216,7 +240,16 @@ class RowReader:
         is_argmax = (is_top & (summary.token_ids == passed.choice.tokens[:, None])).any(dim=1)
 
         def some(which: Tensor | None) -> Summary:
-            return summary if which is None else Summary(*(part[which] for part in summary))
+            return (
+                summary
+                if which is None
+                else Summary(
+                    *(
+                        part[which] if which.dtype == torch.bool else part.index_select(0, which)
+                        for part in summary
+                    )
+                )
+            )
 
         return Level(
             *cast("tuple[Tensor, Tensor, Tensor, Tensor, Tensor]", place),

@@ -83,11 +83,9 @@ class Snapshots:
         """
         self.masked[samples] = masked
         self.is_valid[samples] = True
-        self.token_ids[row_samples, positions] = summary.token_ids
-        self.probabilities[row_samples, positions] = summary.probabilities
-        self.entropy[row_samples, positions] = summary.entropy
-        self.tail_mass[row_samples, positions] = summary.tail_mass
-        self.log_tempered_mass[row_samples, positions] = summary.log_tempered_mass
+        at = row_samples * self.masked.shape[1] + positions
+        for name in Summary._fields:
+            getattr(self, name).flatten(0, 1).index_copy_(0, at, getattr(summary, name))
         if self.hidden is not None:
             if hidden is None:
                 raise ValueError("hidden states are kept here, and none were given")
@@ -101,7 +99,13 @@ class Snapshots:
             self.hidden[samples] = other.hidden[rows]
 
     def select(self, samples: Tensor) -> Snapshots:
-        """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows."""
+        """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows; of one sample, a view."""
+        if samples.numel() == 1:
+            first = int(samples)
+            return Snapshots.of(
+                **{name: getattr(self, name)[first : first + 1] for name in (*_PER_POSITION, "is_valid")},
+                hidden=None if self.hidden is None else self.hidden[first : first + 1],
+            )
         return Snapshots.of(
             **{name: getattr(self, name)[samples] for name in (*_PER_POSITION, "is_valid")},
             hidden=None if self.hidden is None else self.hidden[samples],

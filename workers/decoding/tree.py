@@ -57,6 +57,14 @@ class DraftTree:
         found = same.to(torch.int8).argmax(dim=1)
         return torch.where(same.any(dim=1), found, torch.full_like(found, -1))
 
+    def nodes_by_state(self) -> list[dict[bytes, int]]:
+        """For each sample, the index of the node that holds a state, by the state's bytes (int32 [L])."""
+        states, counts = self.tokens.cpu().numpy(), self.num_nodes.tolist()
+        return [
+            {own[node].tobytes(): node for node in range(count - 1, -1, -1)}
+            for own, count in zip(states, counts, strict=True)
+        ]
+
     def select(self, samples: Tensor) -> DraftTree:
         """The trees of ``samples`` (int64 [A]) as a struct of its own."""
         out: DraftTree = object.__new__(DraftTree)

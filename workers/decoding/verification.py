@@ -210,8 +210,8 @@ class _Step(NamedTuple):
 
     def at(self, states: Tensor) -> _Step:
         """The steps of some states, int64 [B]."""
-        chosen = _Chosen(*(part[states] for part in self.chosen))
-        return _Step(self.selected[states], self.following[states], chosen)
+        chosen = _Chosen(*(part.index_select(0, states) for part in self.chosen))
+        return _Step(self.selected.index_select(0, states), self.following.index_select(0, states), chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,13 @@ class _LastStates:
         level = self.level
         sample_of = torch.full((level.states.shape[0],), -1, dtype=torch.int64, device=self.samples.device)
         sample_of[self.places] = self.samples
-        owners = sample_of[level.row_of]
-        rows = owners >= 0
+        owners = sample_of.index_select(0, level.row_of)
+        rows = (owners >= 0).nonzero().flatten()
         snapshots.store(
-            snapshot_rows[self.samples],
-            level.masked[self.places],
-            snapshot_rows[owners[rows]],
-            level.positions[rows],
+            snapshot_rows.index_select(0, self.samples),
+            level.masked.index_select(0, self.places),
+            snapshot_rows.index_select(0, owners.index_select(0, rows)),
+            level.positions.index_select(0, rows),
             level.summary(rows),
             None if snapshots.hidden is None else level.hidden(rows).to(snapshots.hidden.device),
         )
@@ -265,30 +265,37 @@ def _walk_all(
     goes_on = left > 0
     if has_stopped is not None:
         goes_on &= ~has_stopped(samples, following)
-    place = torch.full(tree.hashes.shape, -1, dtype=torch.int64, device=nodes.device)
-    place[samples, nodes] = torch.arange(nodes.numel(), device=nodes.device)
-    found, walks_on, places = tree.find(samples, following).tolist(), goes_on.tolist(), place.tolist()
+    places: list[dict[int, int]] = [{} for _ in roots]
+    for at, (sample, node) in enumerate(zip(samples.tolist(), nodes.tolist(), strict=True)):
+        places[sample][node] = at
+    reached, walks_on = following.cpu().numpy(), goes_on.tolist()
     visited: list[int] = []
     owners: list[int] = []
     ends: list[int] = []
-    for sample, own in enumerate(places):
+    kept: list[int] = []
+    for sample, (own, node_of) in enumerate(zip(places, tree.nodes_by_state(), strict=True)):
         at = own[0]
         visited.append(at)
-        while found[at] >= 0 and walks_on[at]:
-            at = own[found[at]]
+        found = node_of.get(reached[at].tobytes())
+        while found is not None and walks_on[at]:
+            at = own[found]
             visited.append(at)
+            found = node_of.get(reached[at].tobytes())
         owners += [sample] * (len(visited) - len(owners))
         ends.append(at)
+        if found is None:
+            kept.append(sample)
     path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
-    if not bool(torch.isfinite(step.chosen.probability[path]).all()):
+    walked = step.at(path)
+    if not bool(torch.isfinite(walked.chosen.probability).all()):
         raise FloatingPointError(NOT_FINITE)
-    _record(steps, owners, step.at(path), digests[path])
+    _record(steps, owners, walked, digests.index_select(0, path))
     last = torch.tensor(ends, dtype=torch.int64, device=nodes.device)
-    roots[:] = following[last]
-    kept = [sample for sample, at in enumerate(ends) if found[at] < 0]
+    roots.copy_(following.index_select(0, last))
     kept_samples = torch.tensor(kept, dtype=torch.int64, device=nodes.device)
-    kept_samples = kept_samples[left[last[kept_samples]] > 0]
-    return _LastStates(level, kept_samples, last[kept_samples])
+    kept_places = last.index_select(0, kept_samples)
+    unfinished = left.index_select(0, kept_places) > 0
+    return _LastStates(level, kept_samples[unfinished], kept_places[unfinished])
 
 
 NOT_FINITE = "the model's logits are not finite at a state of this item"
@@ -299,17 +306,14 @@ def _choose(level: Level, drawn: Drawn, is_argmax: Tensor, *, checks: bool = Tru
     choice, states = drawn.choice, level.states
     if checks and not bool(torch.isfinite(choice.probabilities).all()):
         raise FloatingPointError(NOT_FINITE)
-    at = (level.row_of, level.positions)
-    confidence = torch.full(states.shape, -torch.inf, device=states.device)
-    confidence[at] = drawn.confidence
-    probability = torch.ones(states.shape, device=states.device)
-    probability[at] = choice.probabilities
-    tokens = states.clone()
-    tokens[at] = choice.tokens.to(torch.int32)
-    margins = torch.zeros(states.shape, device=states.device)
-    margins[at] = choice.margins
-    all_argmax = ~level.masked
-    all_argmax[at] = is_argmax
+    masked = level.masked  # rows are in its order
+    confidence = torch.full(states.shape, -torch.inf, device=states.device).masked_scatter_(
+        masked, drawn.confidence
+    )
+    probability = torch.ones(states.shape, device=states.device).masked_scatter_(masked, choice.probabilities)
+    tokens = states.masked_scatter(masked, choice.tokens.to(torch.int32))
+    margins = torch.zeros(states.shape, device=states.device).masked_scatter_(masked, choice.margins)
+    all_argmax = (~masked).masked_scatter_(masked, is_argmax)
     return _Chosen(tokens, confidence, probability, margins, all_argmax)
 
 
@@ -360,14 +364,9 @@ def _record(steps: list[WalkedSteps], samples: list[int], step: _Step, digests: 
     selected, following, chosen = step
     commits: list[list[tuple[int, int, float]]] = [[] for _ in samples]
     which, position = selected.nonzero(as_tuple=True)
-    for row, at, token, margin in zip(
-        which.tolist(),
-        position.tolist(),
-        following[which, position].tolist(),
-        chosen.margins[which, position].tolist(),
-        strict=True,
-    ):
-        commits[row].append((at, token, margin))
+    tokens, margins = following.tolist(), chosen.margins.tolist()
+    for row, at in zip(which.tolist(), position.tolist(), strict=True):
+        commits[row].append((at, tokens[row][at], margins[row][at]))
     num_argmax = (selected & chosen.is_argmax).sum(dim=1).tolist()
     for sample, made, digest, likeliest in zip(samples, commits, digests.tolist(), num_argmax, strict=True):
         steps[sample].commits.append(tuple((at, token) for at, token, _ in made))

@@ -61,6 +61,12 @@ def reads_hidden(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "reads_hidden", False))
 
 
+def place(drafter: Drafter, device: torch.device) -> None:
+    """Have a drafter with a network of its own compute it on ``device``, the target's, whatever holds the states."""
+    if callable(placed := getattr(drafter, "place", None)):
+        placed(device)
+
+
 class Prediction(NamedTuple):
     """What the stale distributions say of each position, for states with given commit counts.
 

@@ -35,10 +35,18 @@ class GammaPoint:
 
 
 def sweep_gamma(
-    runs: Sequence[Trajectory], model: OrderModel, *, budget: int, gammas: Sequence[float] = GAMMAS
+    runs: Sequence[Trajectory],
+    model: OrderModel,
+    *,
+    budget: int,
+    gammas: Sequence[float] = GAMMAS,
+    device: str = "cpu",
 ) -> list[GammaPoint]:
-    """The points of γ = 0 and of ``gammas``, in ascending order. ``runs`` must not be empty."""
+    """The points of γ = 0 and of ``gammas``, in ascending order. ``runs`` must not be empty; ``device`` computes the
+    model."""
     drafter = SpotDrafter(model)
+    if device != "cpu":
+        drafter.place(torch.device(device))
     floors = [0.0, *sorted(gammas)]
     counts = [_count_rounds(run, drafter, budget, floors) for run in runs]
     return [

@@ -15,13 +15,14 @@ Legend: S samples, D budget, L block length, C = D · L · 2 candidate children 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.decoding.state import MASKED, commit_hashes, state_hashes
+from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, predict
 
@@ -83,7 +84,7 @@ def grow(
         log_mass=torch.where(inputs.snapshots.is_valid, 0.0, -torch.inf)[:, None].double(),
         depths=torch.zeros(num_samples, 1, dtype=torch.int64, device=device),
         parents=torch.full((num_samples, 1), -1, dtype=torch.int64, device=device),
-        hashes=state_hashes(inputs.roots)[:, None],
+        hashes=tree.hashes[:, :1],
     )
     own_index = frontier.parents  # where each frontier state stands in the list
     if predictor is predict and inputs.temperature == 0 and inputs.rule.confidence != "random":
@@ -91,9 +92,16 @@ def grow(
         predictor = lambda *_: known  # noqa: E731
     choices = _Choices()
     for depth in range(1, block_length + 1):
-        children = _expand(inputs, frontier, own_index, root_masked, order_model, predictor, choices)
-        children.log_mass = merge_equal(children.hashes, children.log_mass, children.parent_log_mass)
-        listed, is_new = _cut(listed, children, depth)
+        children = _expand(inputs, frontier, root_masked, order_model, predictor, choices)
+        if depth == 1:  # children of one state differ
+            children.log_mass = torch.minimum(children.log_mass.exp().log(), frontier.log_mass)
+        elif _none_enters(listed, children):
+            break
+        else:
+            children.log_mass = merge_equal(
+                children.hashes, children.log_mass, _by_child(frontier.log_mass, children.per_state)
+            )
+        listed, is_new = _cut(listed, children, own_index, depth)
         if not bool((is_new & (listed.log_mass >= min_log_mass)).any()):
             break
         width = int(is_new.sum(dim=1).max())
@@ -113,14 +121,26 @@ def grow(
 
 @dataclass(slots=True)
 class _Children:
+    """Candidate c of a level is a child of the frontier's state c // (2 L), by its position and token c % (2 L)."""
+
     log_mass: Tensor  # fp64 [S, C]
-    parent_log_mass: Tensor  # fp64 [S, C]
-    parents: Tensor  # int64 [S, C], index in the list
     hashes: Tensor  # int64 [S, C]
-    frontier: Tensor  # int64 [S, C], index in the frontier
     core: Tensor  # int32 [S, W, L]: parent's state with the step's first n - 1 commits
-    positions: Tensor  # int64 [C]
-    tokens: Tensor  # int32 [S, C]
+    tokens: Tensor  # int32 [S, C], or [S, 2 L] where all states have the same
+    per_state: int  # 2 L
+
+
+def _by_child(of_state: Tensor, per_state: int) -> Tensor:
+    """Values [S, W] of states at each of their children, [S, C]."""
+    return of_state[..., None].expand(-1, -1, per_state).flatten(1)
+
+
+def _none_enters(listed: Listed, children: _Children) -> bool:
+    """Whether every list is full of states that weigh more than any child can, even after all W parents' masses were
+    added to one child (the margin is for rounding)."""
+    width = children.core.shape[1]
+    most = children.log_mass.amax(dim=1) + (math.log(width) + 1e-9)
+    return bool((most < listed.log_mass.amin(dim=1)).all())
 
 
 class _Choices:
@@ -147,7 +167,6 @@ class _Choices:
 def _expand(
     inputs: DraftInputs,
     frontier: Listed,
-    own_index: Tensor,
     root_masked: Tensor,
     order_model: OrderModel,
     predictor: Predictor,
@@ -163,8 +182,6 @@ def _expand(
     shape = (num_samples, width, length)
     choices = choices.read(prediction)
     first_log_probability, second_log_probability = choices.log_probability.unbind(-1)
-    positions = torch.arange(length, device=masked.device)
-
     rule, parent_mass, parent_hashes, core_tokens = (
         inputs.rule, frontier.log_mass, frontier.hashes, frontier.tokens,
     )  # fmt: skip
@@ -192,17 +209,13 @@ def _expand(
     )
     hashes = parent_hashes[..., None, None] + choices.hashes
     flat = (num_samples, width * length * 2)
-    per_child = (num_samples, width, length, 2)
-    frontier_index = torch.arange(width, device=masked.device)[None, :, None, None]
+    tokens = choices.tokens.flatten(2)
     return _Children(
         log_mass=log_mass.reshape(flat),
-        parent_log_mass=frontier.log_mass[..., None, None].expand(per_child).reshape(flat),
-        parents=own_index[..., None, None].expand(per_child).reshape(flat),
         hashes=hashes.reshape(flat),
-        frontier=frontier_index.expand(per_child).reshape(flat),
         core=core_tokens,
-        positions=positions[None, :, None].expand(width, length, 2).reshape(-1),
-        tokens=choices.tokens.expand(per_child).reshape(flat),
+        tokens=tokens[:, 0] if tokens.shape[1] == 1 else tokens.flatten(1),
+        per_state=length * 2,
     )
 
 
@@ -242,8 +255,11 @@ def merge_equal(hashes: Tensor, log_mass: Tensor, parent_log_mass: Tensor) -> Te
     return torch.full_like(merged, -torch.inf).scatter(1, order, kept)
 
 
-def _cut(listed: Listed, children: _Children, depth: int) -> tuple[Listed, Tensor]:
-    """Keep the D best of list and children; returns the new list and which of its entries are new, bool [S, D]."""
+def _cut(listed: Listed, children: _Children, own_index: Tensor, depth: int) -> tuple[Listed, Tensor]:
+    """Keep the D best of list and children, whose parents stand at ``own_index`` int64 [S, W] in it.
+
+    Returns the new list and which of its entries are new, bool [S, D].
+    """
     budget = listed.log_mass.shape[1]
     log_mass = torch.cat((listed.log_mass, children.log_mass), dim=1)
     order = log_mass.sort(dim=1, descending=True, stable=True).indices[:, :budget]
@@ -252,15 +268,16 @@ def _cut(listed: Listed, children: _Children, depth: int) -> tuple[Listed, Tenso
     old = order.clamp_max(budget - 1)
     child = (order - budget).clamp_min(0)
 
-    frontier = children.frontier.gather(1, child)
+    frontier = child // children.per_state
     length = listed.tokens.shape[-1]
     tokens = children.core.gather(1, frontier[..., None].expand(-1, -1, length))
-    tokens = tokens.scatter(
-        2, children.positions[child][..., None], children.tokens.gather(1, child)[..., None]
-    )
+    which = child % children.per_state
+    is_shared = children.tokens.shape[1] == children.per_state
+    opened = children.tokens.gather(1, which if is_shared else child)
+    tokens.scatter_(2, (which // 2)[..., None], opened[..., None])
 
     # Entries move with the cut; the parents of kept entries are themselves kept.
-    parents = torch.where(is_new, children.parents.gather(1, child), listed.parents.gather(1, old))
+    parents = torch.where(is_new, own_index.gather(1, frontier), listed.parents.gather(1, old))
     parents = torch.where(parents >= 0, remap(order, parents), parents)
     return (
         Listed(

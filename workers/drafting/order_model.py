@@ -21,19 +21,21 @@ Legend: S samples, W states of each, B states, L block length, M positions maske
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dlmgrid.kernels.logits import NUM_CANDIDATES
 from dlmgrid.workers.decoding.snapshot import Snapshots
-from dlmgrid.workers.decoding.state import MASKED
+from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 
 NUM_FEATURES = 74
 WIDTH = 128
 NUM_HEADS = 8
 NUM_LAYERS = 3
 _LOG_FLOOR = -20.0
+_STATES_AT_ONCE = 32  # on a CPU: what fits its caches
 
 
 class EncoderLayer(nn.Module):
@@ -126,35 +128,137 @@ def masked_log_softmax(scores: Tensor, among: Tensor) -> Tensor:
     )
 
 
+class ScoreMemo:
+    """Scores that an order model has given, so that several drafts at the same roots compute each once.
+
+    A score is a function of the snapshot, the root and the set of filled positions. Only a replay keeps one: there
+    the budgets of one run meet the same roots again. A memo belongs to one model and one set of runs.
+    """
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._scores = torch.empty(0, 0, dtype=torch.float64)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._row_of.clear()
+
+    def find(self, keys: Sequence[int]) -> list[int]:
+        """The row of each key, -1 where it has none."""
+        return [self._row_of.get(key, -1) for key in keys]
+
+    def add(self, keys: Sequence[int], scores: Tensor) -> None:
+        """Keep scores fp64 [N, L] under N new keys."""
+        start = len(self._row_of)
+        end = start + len(keys)
+        if end > self._scores.shape[0] or scores.shape[1] != self._scores.shape[1]:
+            room = torch.empty(max(1024, 2 * end), scores.shape[1], dtype=torch.float64, device=scores.device)
+            if start:
+                room[:start] = self._scores[:start]
+            self._scores = room
+        self._scores[start:end] = scores
+        self._row_of.update(zip(keys, range(start, end), strict=True))
+
+    def rows(self, which: Sequence[int]) -> Tensor:
+        """The scores fp64 [N, L] of rows that :meth:`find` gave."""
+        return self._scores[torch.tensor(which, device=self._scores.device)]
+
+
+PositionScores = Callable[[Tensor, Tensor], Tensor]
+"""Maps features [B, M, 74] and present bool [B, M] to scores [B, M]: an order model, or one on another device."""
+
+
 @torch.inference_mode()
 def log_next_position(
-    model: OrderModel, snapshots: Snapshots, roots: Tensor, states: Tensor, eligible: Tensor
+    model: OrderModel | PositionScores,
+    snapshots: Snapshots,
+    roots: Tensor,
+    states: Tensor,
+    eligible: Tensor,
+    *,
+    memo: ScoreMemo | None = None,
+    root_keys: Tensor | None = None,
 ) -> Tensor:
     """log q(s | state) fp64 [S, W, L]: the model's distribution over the eligible positions, -inf elsewhere.
 
     The model should hold fp64 parameters: the rounding that depends on what else is in the batch is then far below
     the differences between masses, and a replayed tree is the live one. Only states with an eligible position are
-    computed, and of them only the positions of the snapshot.
+    computed, of states that fill the same positions one, and of each only the positions of the snapshot.
 
     Args:
         roots: int32 [S, L]; states: int32 [S, W, L]; eligible: bool [S, W, L], a part of the snapshot's positions.
+        memo: scores computed before; ``root_keys`` int64 [S] then identify each root with its snapshot.
     """
     sample, which = eligible.any(dim=-1).nonzero(as_tuple=True)
     log_q = torch.full(states.shape, -torch.inf, dtype=torch.float64, device=states.device)
     if not sample.numel():
         return log_q
-    masked = snapshots.masked
-    width = int(masked.sum(dim=1).max())
-    positions = masked.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
-    stale = stale_features(snapshots).gather(1, positions[..., None].expand(-1, -1, NUM_FEATURES - 2))
-    path = path_features(masked, roots, states)[sample, which]
-    where = positions[sample]
-    path = path.gather(1, where[..., None].expand(-1, -1, 2))
-    features = torch.cat((stale[sample], path), dim=-1).to(model.embed.weight.dtype)
-    scores = model(features, masked.gather(1, positions)[sample]).double()
-    among = eligible[sample, which].gather(1, where)
-    rows = torch.full(
-        (sample.shape[0], states.shape[-1]), -torch.inf, dtype=torch.float64, device=states.device
-    )
-    log_q[sample, which] = rows.scatter(1, where, masked_log_softmax(scores, among))
+    if memo is None and _is_remote(
+        model, states
+    ):  # a few more states cost less there than finding equal ones
+        scores = _position_scores(model, snapshots, roots, states, sample, which)
+        log_q[sample, which] = masked_log_softmax(scores, eligible[sample, which])
+        return log_q
+    positions = torch.arange(roots.shape[1], device=roots.device)
+    filled = snapshots.masked[sample] & (states[sample, which] != MASKED)
+    of_root = torch.arange(roots.shape[0], device=roots.device) if root_keys is None else root_keys
+    keys = torch.where(filled, commit_hashes(positions, torch.zeros_like(positions)), 0).sum(dim=-1)
+    keys = keys + commit_hashes(of_root[sample], torch.ones_like(sample))
+    distinct, which_key = keys.unique(return_inverse=True)
+    first = torch.full_like(distinct, sample.numel())
+    first = first.scatter_reduce(0, which_key, torch.arange(sample.numel(), device=sample.device), "amin")
+    if memo is None:
+        scores = _position_scores(model, snapshots, roots, states, sample[first], which[first])
+    else:
+        names = distinct.tolist()
+        new = [index for index, row in enumerate(memo.find(names)) if row < 0]
+        if new:
+            at = first[torch.tensor(new, device=first.device)]
+            found = _position_scores(model, snapshots, roots, states, sample[at], which[at])
+            memo.add([names[index] for index in new], found)
+        scores = memo.rows(memo.find(names))
+    log_q[sample, which] = masked_log_softmax(scores[which_key], eligible[sample, which])
     return log_q
+
+
+def _is_remote(model: OrderModel | PositionScores, states: Tensor) -> bool:
+    """Whether scores are computed on a GPU."""
+    return states.is_cuda or not isinstance(model, OrderModel)
+
+
+def _position_scores(
+    model: OrderModel | PositionScores,
+    snapshots: Snapshots,
+    roots: Tensor,
+    states: Tensor,
+    sample: Tensor,
+    which: Tensor,
+) -> Tensor:
+    """Scores fp64 [B, L] of the states (``sample``, ``which``), both int64 [B]; 0 outside their snapshot.
+
+    States whose snapshots have about as many positions are computed together, so that little is padding.
+    """
+    masked = snapshots.masked
+    num_positions = masked.sum(dim=1)
+    together = _is_remote(model, states)  # of one width: a graph on the device serves every state
+    width = states.shape[-1] if together else int(num_positions.max())
+    positions = masked.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
+    used, used_index = sample.unique(return_inverse=True)
+    own = snapshots.select(used)
+    stale = stale_features(own).gather(1, positions[used][..., None].expand(-1, -1, NUM_FEATURES - 2))
+    path = path_features(masked, roots, states)[sample, which]
+    path = path.gather(1, positions[sample][..., None].expand(-1, -1, 2))
+    present = masked.gather(1, positions)[sample]
+    sizes = num_positions[sample]
+    order = sizes.sort(stable=True).indices
+    scores = torch.zeros(sample.shape[0], states.shape[-1], dtype=torch.float64, device=states.device)
+    for some in order.split(order.numel() if together else _STATES_AT_ONCE):
+        wide = width if together else int(sizes[some[-1]])
+        features = torch.cat((stale[used_index[some], :wide], path[some, :wide]), dim=-1)
+        if isinstance(model, OrderModel):
+            features = features.to(model.embed.weight.dtype)
+        found = model(features, present[some, :wide]).double()
+        at = positions[sample[some], :wide]
+        found = torch.where(present[some, :wide], found, 0.0)
+        scores[some] = scores[some].scatter(1, at, found)
+    return scores

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.decoding.state import commit_hashes, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
-from dlmgrid.workers.drafting.order_model import OrderModel, log_next_position
+from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position
+from dlmgrid.workers.drafting.placed_model import PlacedModel
 
 
 class SpotDrafter:
@@ -28,15 +30,40 @@ class SpotDrafter:
     def __init__(self, model: OrderModel, *, min_log_mass: float = -torch.inf) -> None:
         self._model = model.double().eval()
         self._min_log_mass = min_log_mass
+        self._memo: ScoreMemo | None = None
+        self._placed: PlacedModel | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Compute scores on ``device``, whatever device the states are on."""
+        self._placed = PlacedModel(self._model, device)
+
+    def share(self, memo: ScoreMemo) -> None:
+        """Keep scores in ``memo``, and take those that drafters of the same model left there (replay only)."""
+        self._memo = memo
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
-        model = self._model.to(inputs.roots.device)
+        model = self._placed or self._model.to(inputs.roots.device)
+        memo = self._memo
+        root_keys = None if memo is None else _root_keys(inputs)
 
         def order(states: Tensor, eligible: Tensor, _: Prediction) -> Tensor:
-            return log_next_position(model, inputs.snapshots, inputs.roots, states, eligible)
+            return log_next_position(
+                model, inputs.snapshots, inputs.roots, states, eligible, memo=memo, root_keys=root_keys
+            )
 
         grow(inputs, tree, order, min_log_mass=self._min_log_mass)
+
+
+def _root_keys(inputs: DraftInputs) -> Tensor:
+    """int64 [S]: which recorded step each root is and from which snapshot it is drafted, as a hash of both."""
+    snapshots = inputs.snapshots
+    words = inputs.keys[:, 0] * 2**32 + inputs.keys[:, 1]
+    keys = state_hashes(inputs.roots) + commit_hashes(words + inputs.block_starts, inputs.block_starts)
+    for values in (snapshots.probabilities[..., 0], snapshots.entropy):
+        bits = torch.where(snapshots.masked, values, -1.0).contiguous().view(torch.int32)
+        keys = commit_hashes(keys, state_hashes(bits).clamp_min(0))
+    return keys
 
 
 def build(checkpoint: Path) -> Drafter:

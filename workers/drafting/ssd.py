@@ -40,24 +40,35 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     counts = inputs.commit_counts[:, None]
     log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
     grows = inputs.snapshots.is_valid
+    left = num_masked(states)
+    is_alike = inputs.temperature == 0 and inputs.rule.confidence != "random"  # whatever was committed
+    prediction = predict(inputs, counts)
+    log_probabilities = prediction.first_probability[:, 0].double().log()
+    length = 0
     for depth in range(1, tree.budget + 1):
-        prediction = predict(inputs, counts)
+        if depth > 1 and not is_alike:
+            prediction = predict(inputs, counts)
+            log_probabilities = prediction.first_probability[:, 0].double().log()
         selected, tokens = choose_step(states, prediction, depth)
-        grows = grows & (num_masked(states) > 0)
+        grows = grows & (left > 0)
         states = torch.where(selected, tokens, states)
+        left = num_masked(states)
         if not inputs.allows_complete:
-            grows = grows & (num_masked(states) > 0)
+            grows = grows & (left > 0)
         if not bool(grows.any()):
-            return
-        probabilities = prediction.first_probability[:, 0].double()
-        log_mass = log_mass + torch.where(selected, probabilities.log(), 0.0).sum(dim=-1)
+            break
+        length = depth
+        log_mass = log_mass + torch.where(selected, log_probabilities, 0.0).sum(dim=-1)
         tree.tokens[:, depth] = states
-        tree.hashes[:, depth] = state_hashes(states)
-        tree.parents[:, depth] = depth - 1
-        tree.depths[:, depth] = depth
         tree.log_mass[:, depth] = log_mass
-        tree.num_nodes[grows] = depth + 1
-        counts = counts + selected.sum(dim=-1, keepdim=True)
+        tree.num_nodes += grows
+        if not is_alike:
+            counts = counts + selected.sum(dim=-1, keepdim=True)
+    chain = slice(1, 1 + length)
+    tree.hashes[:, chain] = state_hashes(tree.tokens[:, chain])
+    depths = torch.arange(1, 1 + length, dtype=torch.int32, device=states.device)
+    tree.parents[:, chain] = depths - 1
+    tree.depths[:, chain] = depths
 
 
 class ChainDrafter:
@@ -66,8 +77,13 @@ class ChainDrafter:
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Append the chain to every root with a valid snapshot."""
 
+        known: Prediction | None = None
+        order = torch.empty(0)
+
         def choose_step(states: Tensor, prediction: Prediction, depth: int) -> tuple[Tensor, Tensor]:
-            order = chain_order(prediction.confidence[:, 0])
+            nonlocal known, order
+            if prediction is not known:
+                known, order = prediction, chain_order(prediction.confidence[:, 0])
             return inputs.rule.select(states == MASKED, order), prediction.first[:, 0]
 
         grow_chain(inputs, tree, choose_step)

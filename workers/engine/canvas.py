@@ -117,6 +117,11 @@ class CanvasEngine(ModelHead):
         self._lengths = [0] * num_slots
         self._refreshed: list[int | None] = [None] * num_slots  # the block that a slot's cache was made for
 
+    def release(self) -> None:
+        """As :meth:`ModelHead.release`: keys and values."""
+        super().release()
+        self._keys = self._values = torch.empty(0)
+
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
         """Put a canvas of ``tokens``, masked ones -1, into ``slot``.
 

@@ -100,6 +100,12 @@ class Engine(ModelHead):
             )
         self.fold_report: FoldReport | None = None
 
+    def release(self) -> None:
+        """As :meth:`ModelHead.release`: keys, values and graphs."""
+        super().release()
+        self._graphs = None
+        self._keys = self._values = torch.empty(0)
+
     def cached_length(self, slot: int) -> int:
         """Positions of ``slot`` that hold stored keys and values, from 0."""
         return self._cached[slot]
@@ -171,6 +177,17 @@ class Engine(ModelHead):
         )
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
+
+    def queue_pass_again(self) -> None:
+        """Queue the graph of the last pass once more over the same inputs, to time it; RuntimeError where none is."""
+        if self._graphs is None:
+            raise RuntimeError("passes of these kernels are no graphs")
+        self._graphs.queue_again()
+
+    def queue_again(self) -> None:
+        """The same of the last pass and of the last rows that were read."""
+        self.queue_pass_again()
+        self.queue_rows_again()
 
     def forward_part(
         self, tokens: Tensor, slots: Tensor, block_starts: Tensor, offsets: Sequence[int]
@@ -261,8 +278,9 @@ class Engine(ModelHead):
                     written=written or store,
                 )
                 layout = self._layout(*fold, blocks)
-                heads = (self.config.num_attention_heads, self.config.num_key_value_heads)
-                folds = self.operators.open_folds(layout, self.device, heads=heads)
+                config = self.config
+                heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+                folds = self.operators.open_folds(layout, self.device, heads=heads, dtype=self.dtype)
                 timer = StageTimer(self.device) if timed else None
                 hidden = run_folded_layers(
                     self.config, weights, inputs, self._keys, self._values, self.operators, folds,

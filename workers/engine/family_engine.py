@@ -50,12 +50,14 @@ def open_engine(
 
 
 def with_room(engine: FamilyEngine, cache: str, num_slots: int, max_length: int) -> FamilyEngine:
-    """The same weights behind buffers that are large enough, and of that cache."""
+    """The same weights behind buffers that are large enough, and of that cache; those of ``engine`` are given up where
+    they are not. Raises InputError where the new ones do not fit."""
     has_cache = not isinstance(engine, CanvasEngine) or engine.cache == cache
     if has_cache and num_slots <= engine.num_slots and max_length <= engine.max_length:
         return engine
     num_slots, max_length = max(num_slots, engine.num_slots), max(max_length, engine.max_length)
     device, dtype, numerics = str(engine.device), engine.dtype, engine.numerics
+    engine.release()
     if isinstance(engine, CanvasEngine):
         return CanvasEngine(
             engine.config,

@@ -68,6 +68,10 @@ class ModelHead:
         self._linear = self.operators.linear
         self._row_graphs: RowGraphs | None = None
 
+    def release(self) -> None:
+        """Give up the buffers, so that an engine with more room can take their place; it can do nothing after."""
+        self._row_graphs = None
+
     def check_room(self, max_length: int, num_cached: int, budget_bytes: int | None) -> None:
         """Raise InputError where buffers of ``num_cached`` slots do not fit ``budget_bytes`` (by default what the
         device has free beside the weights)."""
@@ -139,6 +143,12 @@ class ModelHead:
             )
         with memory_errors():
             return self._row_graphs.predict(hidden, rows, temperature, noise)
+
+    def queue_rows_again(self) -> None:
+        """Queue head and logits pass of the last :meth:`predict` once more, to time it; RuntimeError where none was."""
+        if self._row_graphs is None:
+            raise RuntimeError("no rows were predicted")
+        self._row_graphs.queue_again()
 
     @torch.no_grad()
     def self_test(self) -> None:

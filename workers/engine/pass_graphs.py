@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.attention import SPLIT_KEYS
-from dlmgrid.kernels.attention.fixed_plan import FixedPlan
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.operators import Operators
 from dlmgrid.kernels.specfold import FoldLayout, FoldTables
@@ -34,6 +34,9 @@ MOST_GRAPHS = 320
 
 _QUARTERS = (1, 2, 4)
 """A folded pass is expected to compute as many quarters of its rows as the one before it did, rounded up."""
+
+MOST_SEGMENTS = 128
+"""Segments of a pass that has a graph; a larger one, the prefill of many samples say, seldom comes twice."""
 
 _ALIGNED = 32  # entries: every table begins at a multiple of 128 bytes
 
@@ -66,9 +69,8 @@ class _Key:
 class _Shape:
     """Buffers and graph of the passes of one shape."""
 
-    def __init__(
-        self, sizes: Sequence[int], rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, sizes: Sequence[int], hidden: Tensor) -> None:
+        device = hidden.device
         firsts = [0]
         for size in sizes:
             firsts.append(firsts[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -76,7 +78,7 @@ class _Shape:
         self.is_gpu = device.type == "cuda"
         self._up = torch.zeros(firsts[-1], dtype=torch.int32, pin_memory=self.is_gpu)
         self._down = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
-        self.hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self.hidden = hidden
         self.counts: Tensor | None = None  # int32 [layers, N] of a folded pass, as the graph leaves it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
@@ -125,6 +127,8 @@ class PassGraphs:
         self._shapes: dict[_Key, _Shape] = {}
         self._offsets = torch.arange(block_length, dtype=torch.int32)
         self.fold_report: FoldReport | None = None
+        self._last: _Shape | None = None
+        self._hidden: Tensor | None = None
         self._pool: Any = None  # torch's handle of the graphs' shared memory
 
     def run(self, tokens: Tensor, blocks: Blocks, layout: FoldLayout | None = None) -> Tensor:
@@ -154,12 +158,19 @@ class PassGraphs:
         else:
             self._compute(shape, key)
         shape.runs += 1
+        self._last = shape
         if layout is not None:
             assert shape.counts is not None
             self.fold_report = FoldReport(
                 [parent >= 0 for parent in layout.parents], self._length, shape.counts
             )
         return shape.hidden[: num * self._length].view(num, self._length, -1).clone()
+
+    def queue_again(self) -> None:
+        """Replay the graph of the last pass, over what it was given. Raises RuntimeError before there is one."""
+        if self._last is None or self._last.graph is None:
+            raise RuntimeError("the last pass ran launch by launch; run one of its shape twice first")
+        self._last.graph.replay()
 
     def _expected_quarters(self) -> int:
         """How many quarters of its rows the last folded pass computed, all if nobody has read that."""
@@ -174,15 +185,43 @@ class PassGraphs:
         if key not in self._shapes:
             if len(self._shapes) >= MOST_GRAPHS:
                 self._shapes.clear()
+                self._last = None
                 self._pool = None
-            num = key.num
-            rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
-            sizes = [rows, rows, num, num, FixedPlan.size(num, self._length, self._group)]
-            if key.gate:
-                sizes.append(FoldTables.size(num, self._config.num_hidden_layers))
-            weight = self._weights.embedding
-            self._shapes[key] = _Shape(sizes, rows, self._config.hidden_size, weight.dtype, weight.device)
+            shape = self._new_shape(key)
+            if key.num > MOST_SEGMENTS:
+                return shape
+            self._shapes[key] = shape
         return self._shapes[key]
+
+    def _new_shape(self, key: _Key) -> _Shape:
+        """The shapes with graphs share one buffer of hidden states, since every pass copies its own out."""
+        rows = -(-key.num * self._length // PANEL_ROWS) * PANEL_ROWS
+        most = -(-MOST_SEGMENTS * self._length // PANEL_ROWS) * PANEL_ROWS
+        if self._hidden is None or rows > most:
+            weight = self._weights.embedding
+            size = (max(rows, most), self._config.hidden_size)
+            hidden = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+            if rows > most:
+                return _Shape(self._sizes(key, rows), hidden)
+            self._hidden = hidden
+        return _Shape(self._sizes(key, rows), self._hidden[:rows])
+
+    def _sizes(self, key: _Key, rows: int) -> list[int]:
+        sizes = [rows, rows, key.num, key.num, self._plan_shape(key.num).size]
+        if key.gate:
+            sizes.append(FoldTables.size(key.num, self._config.num_hidden_layers))
+        return sizes
+
+    def _plan_shape(self, num: int) -> PlanShape:
+        cache = self._key_cache
+        return PlanShape(
+            num,
+            self._length,
+            self._group,
+            self._config.num_key_value_heads,
+            cache.shape[-1],
+            cache.element_size(),
+        )
 
     def _tables(self, tokens: Tensor, blocks: Blocks, rows: int) -> list[Tensor]:
         num = len(blocks.slots)
@@ -194,8 +233,7 @@ class PassGraphs:
         plan = FixedPlan.tables_of(
             blocks.slots,
             blocks.on_grid,
-            self._length,
-            self._group,
+            self._plan_shape(num),
             first_keys=blocks.first_keys,
             causal=blocks.causal,
         )
@@ -207,12 +245,8 @@ class PassGraphs:
         """Queue the pass: from the tables of ``shape`` to its hidden states, and its counts where it folds."""
         num, length = key.num, self._length
         tokens, positions, slots, starts, tables, *fold_tables = shape.tables
-        heads = (self._config.num_attention_heads, self._config.num_key_value_heads)
         cosines, sines, query_scale = self._turns(positions)
-        plan = FixedPlan(
-            tables, num_segments=num, block_length=length, group=self._group, num_kv_heads=heads[1],
-            num_splits=key.splits,
-        )  # fmt: skip
+        plan = FixedPlan(tables, self._plan_shape(num), num_splits=key.splits)
         inputs = PassInputs(
             tokens=tokens,
             cosines=cosines,
@@ -230,10 +264,13 @@ class PassGraphs:
         from dlmgrid.kernels.specfold.device_folding import DeviceFolds
 
         folds = DeviceFolds(
-            FoldTables(fold_tables[0], num, self._config.num_hidden_layers), self._operators, gate=key.gate,
-            block_length=length, heads=heads, num_splits=key.splits,
+            FoldTables(fold_tables[0], num, self._config.num_hidden_layers),
+            self._operators,
+            self._plan_shape(num),
+            gate=key.gate,
+            num_splits=key.splits,
             expected_rows=-(-num * length * key.quarters // _QUARTERS[-1]),
-        )  # fmt: skip
+        )
         hidden = run_folded_layers(*model, folds)
         shape.hidden[: num * length].copy_(hidden[: num * length])
         counts = folds.computed_rows()

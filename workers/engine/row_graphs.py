@@ -58,6 +58,7 @@ class RowGraphs:
         self._is_gpu = device.type == "cuda"
         self._up = self._host(ROW_BUCKETS[-1], _COLUMNS, torch.int64)
         self._down: dict[int, Tensor] = {}
+        self._last: _Submission | None = None
 
     def predict(self, hidden: Tensor, rows: Tensor, temperature: float, noise: RowNoise | None) -> LogitsPass:
         """What the pass says of ``rows`` int64 [R] of ``hidden`` [N, L, H], all on the CPU but ``hidden``."""
@@ -73,6 +74,12 @@ class RowGraphs:
             for first in range(0, max(rows.numel(), 1), most)
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def queue_again(self) -> None:
+        """Replay the graph of the last submission. Raises RuntimeError before there is one."""
+        if self._last is None or self._last.graph is None:
+            raise RuntimeError("the last rows ran launch by launch; read as many twice first")
+        self._last.graph.replay()
 
     def _some(self, flat: Tensor, rows: Tensor, temperature: float, noise: RowNoise | None) -> LogitsPass:
         count = rows.numel()
@@ -106,6 +113,7 @@ class RowGraphs:
             submission.graph.replay()
         else:
             submission.graph.replay()
+        self._last = submission
         answer = submission.answer
         assert answer is not None
         down = self._down.get(size)

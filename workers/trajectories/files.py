@@ -34,7 +34,8 @@ class RecordedGeneration:
 def trajectory_files(path: Path) -> list[Path]:
     """The trajectory files of a recorded folder, or ``path`` itself when it is a file.
 
-    A file counts once its unit is committed: ``generations/`` then holds a file of the same name.
+    A file counts once the rows of its unit are whole: ``generations/`` holds a file of the same name, or ``staging/``
+    does, for units that were decoded offline and wait to be adopted.
 
     Raises:
         InputError: nothing is recorded there, or a committed draft-free unit has no trajectory file.
@@ -45,8 +46,11 @@ def trajectory_files(path: Path) -> list[Path]:
     if not folder.is_dir():
         raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
     files = []
-    for generations in sorted((path / "generations").glob("*.parquet")):
-        file = folder / generations.name
+    finished = {
+        file.name: file for part in ("staging", "generations") for file in (path / part).glob("*.parquet")
+    }
+    for name, generations in sorted(finished.items()):
+        file = folder / name
         if file.exists():
             files.append(file)
         elif _has_draft_free_rows(generations):

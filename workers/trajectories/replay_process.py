@@ -1,31 +1,46 @@
-"""Replay planned cells: ``python -m dlmgrid.workers.trajectories.replay_process PLAN``. One process, CPU, no model.
+"""Replay planned cells: ``python -m dlmgrid.workers.trajectories.replay_process PLAN``. CPU, no model.
 
-Every generation is read once and replayed under all cells of its serialized run. Only where the plan asks for live
+Every generation is read once and replayed under all cells of its serialized run; a large plan takes one process for
+each processor. Only where the plan asks for live
 decoding is a model loaded, after the replay.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dlmgrid import __version__
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
+from dlmgrid.workers.drafting.order_model import ScoreMemo
+from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import DlmgridError, InputError
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
-from dlmgrid.workers.trajectories.files import files_by_cell
+from dlmgrid.workers.trajectories.files import files_by_cell, open_trajectories, read_generation
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
 from dlmgrid.workers.trajectories.replay import DraftWithFuture, ReplayBatch, Replayed, without_future
-from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
+from dlmgrid.workers.trajectories.trajectory import load_generation
 from dlmgrid.workers.unit_runner import UnitRunner, build_drafter
 from dlmgrid.workers.units import Key, WorkUnit
 
 BATCH = 64
 """Generations replayed together: a few hundred MB at a block length of 32."""
+
+SMALLEST_PART = 16
+"""Fewer generations together cost more time each than idle processes do."""
+
+ROWS_PER_PROCESS = 256
+"""A process is started for at least this many rows: it takes seconds to start."""
 
 COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "accepted", "drafted_nodes",
             "rows_computed")  # fmt: skip
@@ -33,46 +48,118 @@ COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "
 Row = dict[str, Any]
 
 
-def drafting_of(cell: Cell, drafter_path: str = "") -> DraftWithFuture:
-    """What fills the trees of a cell: its drafter, which never looks ahead, or a diagnostic one, which does."""
-    if cell.method in DIAGNOSTIC_DRAFTERS:
-        return DIAGNOSTIC_DRAFTERS[cell.method]
-    return without_future(build_drafter(cell, drafter_path))
+def drafting_of(work: ReplayWork, memo: ScoreMemo) -> DraftWithFuture:
+    """What fills the trees of a cell: its drafter, which never looks ahead, or a diagnostic one, which does.
+
+    Drafters with the same order model on the same runs share a ``memo``.
+    """
+    if work.cell.method in DIAGNOSTIC_DRAFTERS:
+        return DIAGNOSTIC_DRAFTERS[work.cell.method]
+    drafter = build_drafter(work.cell, work.drafter_path)
+    if isinstance(drafter, SpotDrafter):
+        drafter.share(memo)
+    return without_future(drafter)
 
 
-def batches(files: Sequence[Path], keys: set[Key], records: Sequence[str]) -> Iterator[ReplayBatch]:
-    """The generations of ``keys`` in files of one recorded cell, up to 64 at a time, with what ``records`` names."""
-    waiting: list[Trajectory] = []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Generations that are replayed together for some cells: where each is recorded, as (file, row group)."""
+
+    places: tuple[tuple[Path, int], ...]
+    works: tuple[ReplayWork, ...]
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """What is read beyond the steps."""
+        return tuple(sorted({record for work in self.works for record in work.records}))
+
+
+def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], size: int) -> list[Part]:
+    """The generations that ``works`` ask for, in parts of ``size``.
+
+    All works share the serialized run that ``files`` hold. Raises InputError when a key has no trajectory.
+    """
+    wanted = {key for work in works for key in work.keys}
+    place_of: dict[Key, tuple[Path, int]] = {}
     for path in files:
-        for trajectory in load_trajectories(path, records=records):
-            if Key(trajectory.item_id, trajectory.repeat) in keys:
-                waiting.append(trajectory)
-            if len(waiting) == BATCH:
-                yield ReplayBatch(waiting)
-                waiting = []
-    if waiting:
-        yield ReplayBatch(waiting)
+        file = open_trajectories(path)
+        for group in range(file.num_row_groups):
+            row = read_generation(path, file, group, ["item_id", "repeat"]).slice(0, 1).to_pylist()[0]
+            key = Key(row["item_id"], row["repeat"])
+            if key in wanted:
+                place_of[key] = (path, group)
+    for work in works:
+        for key in work.keys:
+            if key not in place_of:
+                raise InputError(f"item {key.item_id!r} has no trajectory; record it with dlmgrid record")
+    places = list(place_of.values())
+    return [
+        Part(places=tuple(places[start : start + size]), works=tuple(works))
+        for start in range(0, len(places), size)
+    ]
 
 
-def replay_cells(files: Sequence[Path], works: Sequence[ReplayWork]) -> list[list[Row]]:
+def replay_part(part: Part) -> list[dict[Key, Row]]:
+    """The rows of each of a part's cells, by key."""
+    opened = {path: open_trajectories(path) for path, _ in part.places}
+    batch = ReplayBatch(
+        [load_generation(path, opened[path], group, records=part.records) for path, group in part.places]
+    )
+    memos: dict[str, ScoreMemo] = {}
+    found: list[dict[Key, Row]] = []
+    for work in part.works:
+        memo = memos.setdefault(work.drafter_path, ScoreMemo())
+        rows: dict[Key, Row] = {}
+        for index, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo))):
+            num_steps = int(batch.ends[index] - batch.firsts[index])
+            rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
+        found.append(rows)
+    return found
+
+
+def replay_cells(
+    files: Sequence[Path], works: Sequence[ReplayWork], *, num_processes: int = 1
+) -> list[list[Row]]:
     """The rows of each cell, in the order of its keys; all cells share the serialized run that ``files`` hold.
 
     Raises InputError when a key has no trajectory.
     """
+    num_keys = len({key for work in works for key in work.keys})
+    parts = split_parts(files, works, part_size(num_keys, num_processes, smallest=1))
+    return join_rows(works, parts, run_parts(parts, num_processes))
+
+
+def part_size(num_generations: int, num_processes: int, *, smallest: int = SMALLEST_PART) -> int:
+    """How many generations are replayed together: a few parts for each process, of 64 at most."""
+    return max(smallest, min(BATCH, -(-num_generations // (3 * num_processes))))
+
+
+def run_parts(parts: Sequence[Part], num_processes: int) -> list[list[dict[Key, Row]]]:
+    """What :func:`replay_part` gives of each part; several processes take one thread each."""
+    if num_processes == 1 or len(parts) == 1:
+        return [replay_part(part) for part in parts]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(num_processes, len(parts)), mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        return list(pool.map(replay_part, parts))
+
+
+def join_rows(
+    works: Sequence[ReplayWork], parts: Sequence[Part], found: Sequence[Sequence[dict[Key, Row]]]
+) -> list[list[Row]]:
+    """The rows of each of ``works``, in the order of its keys, from those of the parts that hold it."""
     rows: list[dict[Key, Row]] = [{} for _ in works]
-    drafts = [drafting_of(work.cell, work.drafter_path) for work in works]
-    wanted = {key for work in works for key in work.keys}
-    records = sorted({record for work in works for record in work.records})
-    for batch in batches(files, wanted, records):
-        for work, draft, found in zip(works, drafts, rows, strict=True):
-            for index, replayed in enumerate(batch.replay(work.cell, draft)):
-                num_steps = int(batch.ends[index] - batch.firsts[index])
-                found[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
-    for work, found in zip(works, rows, strict=True):
-        missing = [key for key in work.keys if key not in found]
-        if missing:
-            raise InputError(f"item {missing[0].item_id!r} has no trajectory; record it with dlmgrid record")
-    return [[found[key] for key in work.keys] for work, found in zip(works, rows, strict=True)]
+    index_of = {work.cell.cell_key: index for index, work in enumerate(works)}
+    for part, of_part in zip(parts, found, strict=True):
+        for work, some in zip(part.works, of_part, strict=True):
+            rows[index_of[work.cell.cell_key]].update(some)
+    return [[own[key] for key in work.keys] for work, own in zip(works, rows, strict=True)]
+
+
+def available_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def verify(work: ReplayWork, rows: Sequence[Row], num_verified: int, runner: UnitRunner) -> None:
@@ -124,9 +211,18 @@ def run_plan(plan: ReplayPlan) -> None:
     by_recorded: dict[str, list[ReplayWork]] = {}
     for work in plan.works:
         by_recorded.setdefault(work.cell.reference().cell_key, []).append(work)
+    num_rows = sum(len(work.keys) for work in plan.works)
+    num_processes = min(available_cpus(), -(-num_rows // ROWS_PER_PROCESS))
+    num_generations = sum(len({key for work in works for key in work.keys}) for works in by_recorded.values())
+    size = part_size(num_generations, num_processes)
+    groups = [
+        (works, split_parts(files.get(recorded, []), works, size)) for recorded, works in by_recorded.items()
+    ]
+    found = run_parts([part for _, parts in groups for part in parts], num_processes)
     runner: UnitRunner | None = None
-    for recorded, works in by_recorded.items():
-        for work, rows in zip(works, replay_cells(files.get(recorded, []), works), strict=True):
+    for works, parts in groups:
+        own, found = found[: len(parts)], found[len(parts) :]
+        for work, rows in zip(works, join_rows(works, parts, own), strict=True):
             if plan.num_verified and work.cell.method not in DIAGNOSTIC_METHODS:
                 runner = runner or UnitRunner("cpu", actor="replay")
                 verify(work, rows, plan.num_verified, runner)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -105,6 +106,14 @@ def load_trajectories(path: Path | str, *, records: Sequence[str] = ()) -> Itera
         columns = wanted_columns(file_path, file, records)
         for group in range(file.num_row_groups):
             yield _trajectory(file_path, read_generation(file_path, file, group, columns), records)
+
+
+def load_generation(
+    path: Path, file: pq.ParquetFile, group: int, *, records: Sequence[str] = ()
+) -> Trajectory:
+    """The trajectory in one row group of an open file. Raises InputError as :func:`load_trajectories`."""
+    columns = wanted_columns(path, file, records)
+    return _trajectory(path, read_generation(path, file, group, columns), records)
 
 
 def _trajectory(path: Path, table: pa.Table, records: Sequence[str]) -> Trajectory:

@@ -87,3 +87,17 @@ def test_limit_takes_the_first_items_and_must_be_positive(data_folder: Path) -> 
     assert [item.item_id for item in gsm8k.load(data_folder, 3)] == ["gsm8k/0", "gsm8k/1", "gsm8k/2"]
     with pytest.raises(InputError, match="limit is 0"):
         gsm8k.load(data_folder, 0)
+
+
+def test_training_sets_hold_no_scored_item() -> None:
+    golden = Path(__file__).resolve().parents[2] / "golden" / "data"
+    names = ("gsm8k_train", "math_train", "mbpp_train", "chat_train")
+    sets = {name: get_benchmark(name).load(golden) for name in names}
+    assert all(get_benchmark(name).calibration for name in sets)
+    ids = {name: [item.item_id for item in items] for name, items in sets.items()}
+    assert ids["mbpp_train"] == ["mbpp-train/810", "mbpp-train/811"]
+    assert ids["math_train"] == ["math/train/algebra/2.json", "math/train/algebra/3.json"]
+    assert ids["chat_train"] == ["chat-train/0", "chat-train/1"]  # the repeated request is asked once
+    for train, test in (("gsm8k_train", "gsm8k"), ("math_train", "math500"), ("mbpp_train", "mbpp")):
+        scored = {item.messages[-1]["content"] for item in get_benchmark(test).load(golden)}
+        assert not scored & {item.messages[-1]["content"] for item in sets[train]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dlmgrid.workers.drafting.order_checkpoint import (
 from dlmgrid.workers.drafting.order_model import (
     NUM_FEATURES,
     OrderModel,
+    ScoreMemo,
     log_next_position,
     path_features,
     stale_features,
@@ -137,6 +139,35 @@ def test_log_q_is_a_distribution_over_the_eligible_positions_and_ignores_the_bat
             eligible[sample : sample + 1, 1:2],
         )
         assert torch.allclose(alone[0, 0], log_q[sample, 1], rtol=0, atol=1e-12)
+
+
+def test_equal_sets_and_remembered_scores_give_the_same_distribution() -> None:
+    """States that fill the same positions with other tokens share a score; a memo gives what was computed before."""
+    model = make_model().double().eval()
+    snapshot_states, roots = fresh(3, 8)
+    inputs = make_inputs(snapshot_states, roots)
+    states = roots[:, None].expand(-1, 4, -1).clone()
+    free = [(roots[sample] == MASKED).nonzero().flatten().tolist() for sample in range(3)]
+    for sample in range(3):
+        states[sample, 1, free[sample][0]] = 5
+        states[sample, 2, free[sample][0]] = 6  # the same position, another token
+        states[sample, 3, free[sample][1]] = 5
+    eligible = states == MASKED
+
+    def log_q(states: torch.Tensor, eligible: torch.Tensor, **memory: Any) -> torch.Tensor:
+        return log_next_position(model, inputs.snapshots, roots, states, eligible, **memory)
+
+    found = log_q(states, eligible)
+    assert torch.equal(found[:, 1], found[:, 2])
+    assert not torch.allclose(found[:, 1], found[:, 3], equal_nan=True)
+    alone = torch.cat([log_q(states[:, [w]], eligible[:, [w]]) for w in range(4)], dim=1)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+    memo, keys = ScoreMemo(), torch.tensor([11, 12, 13])
+    first = log_q(states[:, :2], eligible[:, :2], memo=memo, root_keys=keys)
+    model.head[2].weight.data.zero_()  # whatever is computed from here on is another score
+    again = log_q(states, eligible, memo=memo, root_keys=keys)
+    assert torch.equal(again[:, :2], first) and torch.equal(again[:, 2], first[:, 1])
+    assert not torch.allclose(again[:, 3], found[:, 3], equal_nan=True)
 
 
 def brute_force(model: OrderModel, inputs: DraftInputs, sample: int, budget: int) -> dict[State, float]:
