@@ -1,8 +1,9 @@
 """What τ costs and saves in a scored run: ``python -m dlmgrid.jobs.fold_curve OUT [--json FILE]``.
 
-For every cell that folds, beside the cell with the same settings unfolded: tokens/s over it (and over draft-free), the
-recompute ratio, the share of rows whose tokens changed, and the change in accuracy with a 95 % interval of the paired
-differences (mean ± 1.96 standard errors). The run of ``jobs/grids/fold_curve.yaml`` has what it needs, scored.
+For every cell that folds, beside the cell with the same settings unfolded, over the items that both have: tokens/s over
+it (and over draft-free), the recompute ratio, the share of rows whose tokens changed, and the change in accuracy with a
+95 % interval of the paired differences (mean ± 1.96 standard errors). The run of ``jobs/grids/fold_curve.yaml`` has what
+it needs, scored.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def curve(out: Path) -> list[Row]:
     folded = [cell for cell in cells.values() if cell.settings["fold_tau"] is not None]
     if not folded:
         raise InputError(f"{out}: no cell folds; run a grid with fold, such as jobs/grids/fold_curve.yaml")
-    table = load_generations(out, ("cell_key", "item_id", "repeat", "token_ids")).to_pylist()
-    tokens = {(row["cell_key"], row["item_id"], row["repeat"]): row["token_ids"] for row in table}
+    columns = ("cell_key", "item_id", "repeat", "token_ids", "generated_tokens", "seconds_wall", "profiled")
+    table = load_generations(out, columns).to_pylist()
+    stored = {(row["cell_key"], row["item_id"], row["repeat"]): row for row in table}
     values = _latest_values(load_scores(out).to_pylist())
     return sorted(
-        (_row(cell, cells, tokens, values) for cell in folded),
+        (_row(cell, cells, stored, values) for cell in folded),
         key=lambda row: (row["method"], row["budget"], row["recheck"], row["largest_tau"]),
     )
 
@@ -74,37 +76,54 @@ def curve(out: Path) -> list[Row]:
 def _row(
     cell: CellReport,
     cells: Mapping[str, CellReport],
-    tokens: Mapping[tuple[str, str, int], list[int] | None],
+    stored: Mapping[tuple[str, str, int], Mapping[str, Any]],
     values: Mapping[tuple[str, str, int], float],
 ) -> Row:
     settings = Cell.from_dict(cell.settings)
     base_key = replace(settings, **_UNFOLDED).cell_key
-    base = cells.get(base_key)
-    if base is None:
+    if base_key not in cells:
         raise InputError(
             f"method {settings.method!r} at budget {settings.budget} was not run unfolded; add it without fold"
         )
-    keys = [key[1:] for key in tokens if key[0] == cell.cell_key]
-    pairs = [(tokens[cell.cell_key, *key], tokens.get((base_key, *key))) for key in keys]
-    compared = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    keys = [key[1:] for key in stored if key[0] == cell.cell_key]
+    pairs = [
+        (stored[cell.cell_key, *key], stored[base_key, *key]) for key in keys if (base_key, *key) in stored
+    ]
+    compared = [
+        pair for pair in pairs if pair[0]["token_ids"] is not None and pair[1]["token_ids"] is not None
+    ]
+    speeds = [_tokens_per_second([pair[side] for pair in compared]) for side in range(2)]
     differences = [
         values[cell.cell_key, *key] - values[base_key, *key]
         for key in keys
         if (cell.cell_key, *key) in values and (base_key, *key) in values
     ]
     change, margin = paired_interval(differences)
-    speed, base_speed = cell.tokens_per_second, base.tokens_per_second
     return {
         "method": settings.method, "budget": settings.budget, "largest_tau": settings.fold_tau,
         "tau": settings.fold_tau_by_layer or f"{settings.fold_tau:g}", "gate": settings.fold_gate,
         "recheck": "pipelined" if settings.fold_pipelined else "own pass" if settings.fold_recheck else "none",
-        "tokens_per_second": speed,
-        "over_unfolded": speed / base_speed if speed and base_speed else None,
+        "tokens_per_second": speeds[0],
+        "over_unfolded": speeds[0] / speeds[1] if speeds[0] and speeds[1] else None,
         "over_draft_free": cell.throughput_ratio, "recompute_ratio": cell.recompute_ratio_mean,
         "nfe_ratio": cell.nfe_ratio, "items": len(compared),
-        "share_changed": sum(a != b for a, b in compared) / len(compared) if compared else None,
+        "share_changed": _share_changed(compared),
         "scored_pairs": len(differences), "accuracy_change": change, "accuracy_margin": margin,
     }  # fmt: skip
+
+
+def _tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """None where a row was profiled: its time is no wall time."""
+    if not rows or any(row["profiled"] or not row["seconds_wall"] for row in rows):
+        return None
+    tokens, seconds = (sum(row[name] for row in rows) for name in ("generated_tokens", "seconds_wall"))
+    return float(tokens / seconds)
+
+
+def _share_changed(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float | None:
+    if not pairs:
+        return None
+    return sum(ours["token_ids"] != theirs["token_ids"] for ours, theirs in pairs) / len(pairs)
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
