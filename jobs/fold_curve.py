@@ -2,8 +2,8 @@
 
 For every cell that folds, beside the cell with the same settings unfolded, over the items that both have: tokens/s over
 it (and over draft-free), the recompute ratio, the share of rows whose tokens changed, and the change in accuracy with a
-95 % interval of the paired differences (mean ± 1.96 standard errors). The run of ``jobs/grids/fold_curve.yaml`` has what
-it needs, scored.
+95 % interval of the paired differences (mean ± 1.96 standard errors). The run of ``jobs/grids/fold_curve.yaml`` has
+what it needs, scored.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def _tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def _share_changed(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float | None:
     if not pairs:
         return None
-    return sum(ours["token_ids"] != theirs["token_ids"] for ours, theirs in pairs) / len(pairs)
+    changed = sum(bool(ours["token_ids"] != theirs["token_ids"]) for ours, theirs in pairs)
+    return changed / len(pairs)
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
