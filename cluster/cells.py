@@ -240,7 +240,8 @@ def _fold_fields(method: MethodEntry) -> dict[str, Any]:
         "fold_tau": max(values),
         "fold_tau_by_layer": ",".join(map(str, values)) if len(values) > 1 else "",
         "fold_gate": fold.gate,
-        "fold_recheck": fold.recheck,
+        "fold_recheck": bool(fold.recheck),
+        "fold_pipelined": fold.recheck == "pipelined",
     }
 
 

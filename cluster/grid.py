@@ -103,11 +103,12 @@ Tau = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class FoldEntry(_Entry):
     """SpecFold over a drafter: positions closer than ``tau`` to their parent reuse what it computed. ``tau`` is one
     number or one a layer; ``gate`` compares with the ``parent`` or its ``source``; ``recheck`` computes the walked
-    nodes again unfolded, so that the output stays the serialized run's."""
+    nodes again unfolded, so that the output stays the serialized run's: in a pass of their own, or in the next round's
+    (``pipelined``)."""
 
     tau: Tau | Annotated[list[Tau], Field(min_length=1)]
     gate: Literal["parent", "source"] = "parent"
-    recheck: bool = False
+    recheck: bool | Literal["pipelined"] = False
 
     @property
     def values(self) -> list[float]:
@@ -321,8 +322,6 @@ class Grid(_Entry):
                 "or use numerics: fast, whose rows are compared as well"
             )
         has_folds = any(method.fold is not None for method in self.methods)
-        if has_folds and self.kernels == "triton":
-            raise ValueError("fold runs with kernels: torch; put the folded methods into a grid of their own")
         if has_folds and any(decoder.window for decoder in self.decoder):
             raise ValueError(
                 "fold and window do not go together; put the folded methods into a grid of their own"

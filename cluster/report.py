@@ -35,6 +35,7 @@ METHOD_FIELDS = (
     "fold_tau_by_layer",
     "fold_gate",
     "fold_recheck",
+    "fold_pipelined",
     "product_tau",
 )
 

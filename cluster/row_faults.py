@@ -90,7 +90,8 @@ def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
     parts = row["nfe_prefill"] + row["nfe_denoise"] + row["nfe_commit"]
     if row["nfe_total"] != parts:
         yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
-    # a recheck is a second pass of its round, over some of the nodes that were drafted
+    # a recheck is a second pass of its round, over some of the nodes that were drafted; a pipelined one is so where a
+    # walk reached a block's end
     if not 0 <= _num_rechecks(row) <= (row["rounds"] if row.get("fold_recheck") else 0):
         yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
     yield from (_canvas_pass_faults if row["cache"] in CANVAS_CACHES else _block_pass_faults)(row)
@@ -147,7 +148,8 @@ def _block_pass_faults(row: Row) -> Iterator[str]:
         counts_blocks = row["cache"] in ("block", "causal") and not saves
         num_rechecks = _num_rechecks(row)
         again, uneven = divmod(row["rows_computed"] - num_segments * length, length)
-        most_again = row["drafted_nodes"] if num_rechecks > 0 else 0
+        is_checked = num_rechecks > 0 or bool(row.get("fold_pipelined"))
+        most_again = row["drafted_nodes"] if is_checked else 0
         if counts_blocks and (uneven or not num_rechecks <= again <= most_again):
             yield (
                 f"rows_computed is {row['rows_computed']}, rounds, drafted nodes, blocks and prompt give "

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.attention import block_attention, plan_attention
+from dlmgrid.kernels.attention import SPLIT_KEYS, block_attention, plan_attention
+from dlmgrid.kernels.attention.fixed_plan import PlanShape
 from dlmgrid.kernels.embedding import embed
 from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
@@ -22,6 +23,8 @@ from dlmgrid.kernels.logits import NUM_CANDIDATES, LogitsPass, logits_pass
 from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
 from dlmgrid.kernels.rotary import apply_rotary
 from dlmgrid.kernels.silu_gate import silu_gate
+from dlmgrid.kernels.specfold.folding import Folds, TwinFolds
+from dlmgrid.kernels.specfold.layout import FoldLayout, FoldTables
 from dlmgrid.kernels.triton_support import KernelsUnavailableError, check_triton
 
 KERNELS = ("torch", "triton")
@@ -44,6 +47,7 @@ class Operators:
             is written, block starts int32 [N]), in place; None for a set that writes no pass of fixed shape.
         run_routed: (rows [R, H], chosen [R, k], share, gate_up [E, 2I, H], down [E, H, I]) to [R, H]: kernels/experts.
         logits_pass: (logits [R, V], temperature, noise=None) to LogitsPass.
+        open_folds: (FoldLayout, device, heads=(Hq, Hkv, d), dtype) to what a folded pass works with (specfold/folding).
     """
 
     name: str
@@ -59,12 +63,20 @@ class Operators:
     write_blocks: Callable[..., None] | None
     run_routed: Callable[..., Tensor]
     logits_pass: Callable[..., LogitsPass]
+    open_folds: Callable[..., Folds]
 
 
 def torch_operators(numerics: str) -> Operators:
     """The torch twins; under ``fast`` with the vendor's products."""
     product = linear if numerics == "exact" else linear_vendor
-    return Operators(
+
+    def open_folds(
+        layout: FoldLayout, device: torch.device, *, heads: tuple[int, int, int], dtype: torch.dtype
+    ) -> Folds:
+        del heads, dtype
+        return TwinFolds(layout, device, plan_attention, operators)
+
+    operators = Operators(
         name="torch",
         linear=product,
         linear_residual=lambda x, weight, residual: product(x, weight).add_(residual),
@@ -78,7 +90,9 @@ def torch_operators(numerics: str) -> Operators:
         write_blocks=None,
         run_routed=functools.partial(run_routed, product=product),
         logits_pass=logits_pass,
+        open_folds=open_folds,
     )
+    return operators
 
 
 def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tensor, eps: float) -> Tensor:
@@ -97,6 +111,7 @@ def triton_operators(numerics: str) -> Operators:
     from dlmgrid.kernels.rmsnorm.kernel import rms_norm as triton_rms_norm
     from dlmgrid.kernels.rotary.kernel import norm_rotary
     from dlmgrid.kernels.silu_gate.kernel import silu_gate as triton_silu_gate
+    from dlmgrid.kernels.specfold.device_folding import DeviceFolds
 
     def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         if numerics == "exact":
@@ -108,7 +123,18 @@ def triton_operators(numerics: str) -> Operators:
             return triton_linear(x, weight, gated=True)
         return triton_silu_gate(linear_vendor(x, weight))
 
-    return Operators(
+    def open_folds(
+        layout: FoldLayout, device: torch.device, *, heads: tuple[int, int, int], dtype: torch.dtype
+    ) -> Folds:
+        num_heads, num_kv_heads, width = heads
+        shape = PlanShape(
+            layout.num_segments, layout.block_length, num_heads // num_kv_heads, num_kv_heads, width, dtype.itemsize
+        )  # fmt: skip
+        tables = FoldTables(FoldTables.buffer_of(layout).to(device), layout.num_segments, len(layout.taus))
+        num_splits = max(start // SPLIT_KEYS + 1 for start in layout.starts)
+        return DeviceFolds(tables, operators, shape, gate=layout.gate, num_splits=num_splits)
+
+    operators = Operators(
         name="triton",
         linear=triton_linear if numerics == "exact" else linear_vendor,
         linear_residual=linear_residual,
@@ -122,7 +148,9 @@ def triton_operators(numerics: str) -> Operators:
         write_blocks=triton_write_blocks,
         run_routed=triton_run_routed,
         logits_pass=triton_logits_pass,
+        open_folds=open_folds,
     )
+    return operators
 
 
 def load_operators(

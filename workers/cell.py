@@ -49,7 +49,7 @@ class Cell:
     ``confidence`` (what is compared) and ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all,
     ``gamma`` to SPOT-γ, ``product_tau`` to SPOT-Sets, ``fold_tau`` to SpecFold (with ``fold_tau_by_layer``,
     comma-separated, where it differs by layer and ``fold_tau`` is the largest; what the gate compares with; whether
-    walked nodes are computed again unfolded); each is None where it does not apply.
+    walked nodes are computed again unfolded, and that in the next round's pass); each is None where it does not apply.
     ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None
     where not set. ``fused_commit`` joins a block's commit pass with the next block's first pass: fewer forwards, the
     same tokens. ``window`` lets drafts leave their block: ``cross_block``, ``refresh``, ``full`` for both, "" for
@@ -92,6 +92,7 @@ class Cell:
     fold_tau_by_layer: str = ""
     fold_gate: str = "parent"
     fold_recheck: bool = False
+    fold_pipelined: bool = False
     product_tau: float | None = None
     cache: str = "block"
     block_length: int
@@ -129,6 +130,7 @@ class Cell:
                 fold_tau_by_layer="",
                 fold_gate="parent",
                 fold_recheck=False,
+                fold_pipelined=False,
                 product_tau=None,
                 window="",
             )

@@ -78,6 +78,7 @@ GENERATIONS = _schema(
         _key("fold_tau_by_layer", pa.string()),
         _key("fold_gate", pa.string()),
         _key("fold_recheck", pa.bool_()),
+        _key("fold_pipelined", pa.bool_()),
         _column("product_tau", pa.float64()),
         _key("cache", pa.string()),
         _key("block_length", pa.int32()),

@@ -368,7 +368,10 @@ def fold_settings(cell: Cell) -> FoldSettings | None:
         return None
     by_layer = [float(value) for value in cell.fold_tau_by_layer.split(",") if value]
     return FoldSettings(
-        tau=tuple(by_layer) or (cell.fold_tau,), gate=cell.fold_gate, recheck=cell.fold_recheck
+        tau=tuple(by_layer) or (cell.fold_tau,),
+        gate=cell.fold_gate,
+        recheck=cell.fold_recheck,
+        pipelined=cell.fold_pipelined,
     )
 
 

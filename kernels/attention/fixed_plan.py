@@ -62,6 +62,27 @@ class FixedPlan:
         )
 
     @classmethod
+    def of_tiles(
+        cls, tiles: Tensor, segments: Tensor, shape: PlanShape, *, num_splits: int, expected_rows: int | None = None
+    ) -> FixedPlan:  # fmt: skip
+        """A plan whose row tiles [most_tiles, FIELDS] were made on the device; ``segments`` int32 [N].
+
+        ``expected_rows``: of the N · L rows, how many are likely to be there (None: all); no bit depends on it.
+        """
+        if tiles.shape != (shape.most_tiles, cls.FIELDS):
+            raise ValueError(f"row tiles {tuple(tiles.shape)} are not those of {shape}")
+        plan: FixedPlan = object.__new__(cls)
+        plan.block_length, plan.num_segments = shape.block_length, shape.num_segments
+        plan.num_splits, plan.device = num_splits, tiles.device
+        plan._shape, plan._tiles, plan.segments = shape, tiles, segments
+        rows = expected_rows or shape.num_segments * shape.block_length
+        expected_tiles = -(-rows * shape.group // shape.row_tile)
+        plan._sequential = runs_in_sequence(
+            shape.row_tile, expected_tiles, shape.num_kv_heads, num_splits, shape.width
+        )
+        return plan
+
+    @classmethod
     def tables_of(
         cls,
         slots: Sequence[int],

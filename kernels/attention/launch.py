@@ -13,7 +13,7 @@ from dlmgrid.kernels.attention.kernel import (
     merge_kernel,
     own_block_kernel,
 )
-from dlmgrid.kernels.attention.launch_plan import ROW_TILES, LaunchPlan
+from dlmgrid.kernels.attention.launch_plan import LaunchPlan
 from dlmgrid.kernels.attention.reference import SPLIT_KEYS, TILE_KEYS, TILES_PER_SPLIT
 from dlmgrid.kernels.dependent_launch import launch_options
 from dlmgrid.kernels.triton_support import (
@@ -127,7 +127,7 @@ def attend_block(
     log_sums = torch.empty((num, length, num_heads), dtype=torch.float32, device=queries.device)
     group = num_heads // keys.shape[1]
     if num:
-        row_tile = ROW_TILES[0]
+        row_tile = plan.row_tile(group, keys.shape[1], width, queries.element_size())
         tiles = plan.tiles(group, row_tile)
         own_block_kernel[(len(tiles), keys.shape[1])](
             queries, keys, values, key_cache, value_cache, row_map.contiguous(), *boundary, out, log_sums,

@@ -32,6 +32,7 @@ def linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     row_count: Tensor | None = None,
+    expected_rows: int | None = None,
     tile: PointerTile | DescriptorTile | None = None,
     chunk_width: int = CHUNK_WIDTH,
 ) -> Tensor:
@@ -43,6 +44,7 @@ def linear(
         residual: [R, N], added last, in fp32.
         gated: the weight is [2N, K], gate rows first: silu(gate) * up, [R, N]; takes no bias.
         row_count: int32 [1] on the device, the number of rows that hold data; rows from it on are not written.
+        expected_rows: what a tile is chosen for in place of R, where ``row_count`` is likely to be less.
         tile: one of ``tiles``; by default shape, type and number of rows decide.
         chunk_width: columns of K summed from zero, a multiple of ``tiles.MAX_STEP``; bits depend on it.
 
@@ -54,10 +56,11 @@ def linear(
     if not num_rows:
         return out
     if tile is None:
+        tiled_rows = min(expected_rows or num_rows, num_rows)
         if descriptor_kernel.can_take(x, weight):
-            tile = choose_descriptor_tile(num_rows, *weight.shape, gated)
+            tile = choose_descriptor_tile(tiled_rows, *weight.shape, gated)
         else:
-            tile = choose_pointer_tile(num_rows, weight.shape[0])
+            tile = choose_pointer_tile(tiled_rows, weight.shape[0])
     if isinstance(tile, PointerTile):
         pointer_kernel.launch(
             x, weight, bias, residual, out, row_count, gated=gated, tile=tile, chunk_width=chunk_width

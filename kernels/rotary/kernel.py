@@ -38,6 +38,8 @@ def _norm_rotary_kernel(
     position = row
     if HAS_POSITIONS:
         position = tl.load(positions + row).to(tl.int64)
+        if position < 0:
+            return
     x_at = x + row * x_stride + heads * x_head_stride
     out_at = out + (row * num_heads + heads) * WIDTH
     weight_at = weight + heads * WIDTH
@@ -88,7 +90,8 @@ def norm_rotary(
 
     Args:
         cosines, sines: fp32 [P, r/2], the tables of ``rotary_tables``.
-        positions: int64 [R], rows of the tables; None: row r of ``x`` takes row r.
+        positions: int32 or int64 [R], rows of the tables; None: row r of ``x`` takes row r. A row of position -1 is
+            not written.
 
     Raises:
         ValueError: shapes, types, strides or devices that do not fit.
@@ -101,8 +104,13 @@ def norm_rotary(
     if positions is None:
         if cosines.shape[0] < x.shape[0]:
             raise ValueError(f"norm_rotary: {x.shape[0]} rows, tables of {cosines.shape[0]}")
-    elif positions.shape != x.shape[:1] or positions.dtype != torch.int64:
-        raise ValueError(f"norm_rotary: positions {tuple(positions.shape)} {positions.dtype}; want int64 [R]")
+    elif positions.shape != x.shape[:1] or positions.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise ValueError(
+            f"norm_rotary: positions {tuple(positions.shape)} {positions.dtype}; want integers [R]"
+        )
     if not (
         cosines.dtype == sines.dtype == torch.float32 and cosines.is_contiguous() and sines.is_contiguous()
     ):

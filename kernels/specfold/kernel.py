@@ -4,12 +4,15 @@ The twin (``reference``) is the specification: r = ‖H[b, i] - H[s, i]‖ / max
 source is its own where it is computed, else its parent's. Each row is reduced by itself, so a decision depends on two
 rows alone. Packing is a scan in ascending order: no atomics, the same places on every run.
 
-Shapes: N branches of L rows, R = N · L flat rows, H hidden size, P places of packed rows.
+The gate *marks* each row with itself or with the row it folds onto; following the marks leads to the source. A row is
+computed where its mark is itself, so rows are packed from the marks, and one kernel then gives every row its source and
+the place of it.
+
+Shapes: N branches of L rows, R = N · L flat rows, H hidden size, P = R places of packed rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
+from dlmgrid.kernels.dependent_launch import launch_options, wait_for_previous
+from dlmgrid.kernels.specfold.layout import PLACE_FIELDS, FoldTables
 from dlmgrid.kernels.specfold.reference import EPSILON, GATES
 from dlmgrid.kernels.triton_support import check_float_type, check_one_device, power_of_two
 
@@ -24,37 +30,23 @@ _TILE = 1024
 
 
 class DevicePack(NamedTuple):
-    """Recomputed rows packed on the device, in buffers for the worst case.
+    """Computed rows packed on the device, in buffers for the worst case.
 
     ``rows`` int32 [P]: the flat row of each place, a sample's places whole groups of L, filled up with the sample's
-    first row; -1 from the count on. ``place`` int32 [R]: where each recomputed row is packed, -1 for the others.
-    ``used`` int32 [1]: places in use. ``sample_of`` int32 [P / L]: the sample of each group of L places, -1 past the
-    count.
+    first row; -1 from the count on. ``used`` int32 [1]: places in use. ``tiles`` int32 [tiles, fields]: the row tiles
+    of a plan of attention over the places, those of no rows last. ``sources`` int32 [R]: each row's source;
+    ``row_map`` int32 [R]: the place of that source.
     """
 
     rows: Tensor
-    place: Tensor
     used: Tensor
-    sample_of: Tensor
+    tiles: Tensor
+    sources: Tensor
+    row_map: Tensor
 
 
 @triton.jit
-def _gate_kernel(
-    hidden, parents, sources, level, row_stride, tau, eps,
-    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AGAINST_SOURCE: tl.constexpr,
-):  # fmt: skip
-    """Grid (branches of one level or of all, positions): a row's source into ``sources`` [N, L].
-
-    Against the source, levels are launched in turn and a parent's source is final. Against the parent, a folded row is
-    marked with its parent's own row and ``_resolve_kernel`` follows the chain.
-    """
-    branch = tl.load(level + tl.program_id(0))
-    position = tl.program_id(1)
-    parent = tl.load(parents + branch)
-    own = branch * L + position
-    base = parent * L + position
-    if AGAINST_SOURCE:
-        base = tl.load(sources + base)
+def _is_close(hidden, own, base, row_stride, tau, eps, WIDTH: tl.constexpr, TILE: tl.constexpr):
     difference = tl.zeros((TILE,), dtype=tl.float32)
     norm = tl.zeros((TILE,), dtype=tl.float32)
     for start in range(0, WIDTH, TILE):
@@ -69,28 +61,63 @@ def _gate_kernel(
         difference += (here - there) * (here - there)
         norm += there * there
     distance = tl.sqrt_rn(tl.sum(difference, 0)) / tl.maximum(tl.sqrt_rn(tl.sum(norm, 0)), eps)
-    tl.store(sources + own, tl.where(distance < tau, base, own))
+    return distance < tau
 
 
 @triton.jit
-def _resolve_kernel(marked, sources, num_rows, depth, TILE: tl.constexpr):
-    """Follow each row's marks to a row that is its own source, at most ``depth`` steps."""
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    held = rows < num_rows
-    current = tl.load(marked + rows, mask=held, other=0)
-    for _ in range(depth):
-        current = tl.load(marked + current, mask=held, other=0)
-    tl.store(sources + rows, current, mask=held)
+def _parent_gate_kernel(
+    hidden, parents, marks, taus, row_stride, eps,
+    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (branches, positions): mark each row with itself, or with its parent's row where it is close to that."""
+    wait_for_previous(OVERLAP)
+    branch = tl.program_id(0)
+    parent = tl.load(parents + branch)
+    own = branch * L + tl.program_id(1)
+    if parent < 0:
+        tl.store(marks + own, own)
+        return
+    base = parent * L + tl.program_id(1)
+    close = _is_close(hidden, own, base, row_stride, tl.load(taus), eps, WIDTH, TILE)
+    tl.store(marks + own, tl.where(close, base, own))
+
+
+@triton.jit
+def _source_gate_kernel(
+    hidden, parents, first_branch, num_branches, counts, marks, taus, row_stride, eps,
+    L: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (samples at most, positions): a sample's branches in turn, each compared with its parent's mark."""
+    wait_for_previous(OVERLAP)
+    sample = tl.program_id(0)
+    position = tl.program_id(1)
+    if sample >= tl.load(counts):
+        return
+    first = tl.load(first_branch + sample)
+    tau = tl.load(taus)
+    for branch in range(first, first + tl.load(num_branches + sample)):
+        parent = tl.load(parents + branch)
+        own = branch * L + position
+        mark = own
+        if parent >= 0:
+            base = tl.load(marks + parent * L + position)
+            close = _is_close(hidden, own, base, row_stride, tau, eps, WIDTH, TILE)
+            mark = tl.where(close, base, own)
+        tl.store(marks + own, mark)
+        tl.debug_barrier()  # a later branch reads the mark
 
 
 @triton.jit
 def _pack_kernel(
-    sources, first_branch, num_branches, rows, place, sample_of, count, num_samples, num_places,
-    L: tl.constexpr, TILE: tl.constexpr,
+    marks, first_branch, num_branches, places, counts, rows, place, count, tiles, num_places, num_tiles,
+    L: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, PLACE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: an exclusive scan over the rows of each sample in turn, each sample filled up to whole groups."""
+    wait_for_previous(OVERLAP)
     used = tl.full((), 0, tl.int32)
-    for sample in range(num_samples):
+    used_tiles = tl.full((), 0, tl.int32)
+    for sample in range(tl.load(counts)):
         first = tl.load(first_branch + sample) * L
         total = tl.load(num_branches + sample) * L
         begin = used
@@ -98,34 +125,59 @@ def _pack_kernel(
             offsets = start + tl.arange(0, TILE)
             held = offsets < total
             row = first + offsets
-            is_own = (tl.load(sources + row, mask=held, other=-1) == row) & held
+            is_own = (tl.load(marks + row, mask=held, other=-1) == row) & held
             rank = tl.cumsum(is_own.to(tl.int32), 0)
             at = used + rank - 1
             tl.store(rows + at, row, mask=is_own)
             tl.store(place + row, tl.where(is_own, at, -1), mask=held)
             used += tl.sum(is_own.to(tl.int32), 0)
         missing = (L - (used - begin) % L) % L
-        padding = tl.arange(0, TILE)
-        tl.store(rows + used + padding, tl.zeros((TILE,), tl.int32) + first, mask=padding < missing)
+        offsets = tl.arange(0, TILE)
+        tl.store(rows + used + offsets, tl.zeros((TILE,), tl.int32) + first, mask=offsets < missing)
         used += missing
-        for start in range(0, (used - begin) // L, TILE):
-            group = begin // L + start + tl.arange(0, TILE)
-            tl.store(sample_of + group, tl.zeros((TILE,), tl.int32) + sample, mask=group < used // L)
+        group_rows = (used - begin) * GROUP
+        sample_tiles = tl.cdiv(group_rows, ROWS)
+        for start in range(0, sample_tiles, TILE):
+            offsets = start + tl.arange(0, TILE)
+            held = offsets < sample_tiles
+            entry = tiles + (used_tiles + offsets) * FIELDS
+            tl.store(entry, tl.zeros((TILE,), tl.int32) + begin // L, mask=held)
+            tl.store(entry + 1, offsets * ROWS, mask=held)
+            tl.store(entry + 2, tl.zeros((TILE,), tl.int32) + group_rows, mask=held)
+            for field in tl.static_range(PLACE):
+                value = tl.load(places + sample * PLACE + field)
+                tl.store(entry + 3 + field, tl.zeros((TILE,), tl.int32) + value, mask=held)
+        used_tiles += sample_tiles
     tl.store(count, used)
     for start in range(0, num_places, TILE):
         offsets = start + tl.arange(0, TILE)
-        tl.store(
-            rows + offsets, tl.full((TILE,), -1, tl.int32), mask=(offsets >= used) & (offsets < num_places)
-        )
-        tl.store(
-            sample_of + offsets, tl.full((TILE,), -1, tl.int32),
-            mask=(offsets >= used // L) & (offsets < num_places // L),
-        )  # fmt: skip
+        inside = (offsets >= used) & (offsets < num_places)
+        tl.store(rows + offsets, tl.full((TILE,), -1, tl.int32), mask=inside)
+    for start in range(0, num_tiles * FIELDS, TILE):
+        offsets = start + tl.arange(0, TILE)
+        inside = (offsets >= used_tiles * FIELDS) & (offsets < num_tiles * FIELDS)
+        tl.store(tiles + offsets, tl.zeros((TILE,), tl.int32), mask=inside)
 
 
 @triton.jit
-def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr):
+def _resolve_kernel(
+    marks, place, counts, sources, row_map, num_rows, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Follow each row's marks to a row that is its own, at most as many steps as the deepest branch has."""
+    wait_for_previous(OVERLAP)
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    held = rows < num_rows
+    current = tl.load(marks + rows, mask=held, other=0)
+    for _ in range(tl.load(counts + 1) - 1):
+        current = tl.load(marks + current, mask=held, other=0)
+    tl.store(sources + rows, current, mask=held)
+    tl.store(row_map + rows, tl.load(place + current, mask=held, other=0), mask=held)
+
+
+@triton.jit
+def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (places, tiles of a row): ``out[p] = source[rows[p]]``; places past the count are left alone."""
+    wait_for_previous(OVERLAP)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row < 0:
@@ -137,11 +189,14 @@ def _gather_kernel(source, rows, out, source_stride, width, TILE: tl.constexpr):
 
 
 @triton.jit
-def _fold_kernel(middle, computed, sources, place, out, middle_stride, width, TILE: tl.constexpr):
+def _fold_kernel(
+    middle, computed, sources, row_map, out, middle_stride, width, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (rows, tiles of a row): a computed row as it is, a folded one middle + (computed - middle) of its source."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     source = tl.load(sources + row)
-    at = tl.load(place + source).to(tl.int64)
+    at = tl.load(row_map + row).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < width
     after = tl.load(computed + at * width + columns, mask=inside, other=0.0)
@@ -155,65 +210,84 @@ def _fold_kernel(middle, computed, sources, place, out, middle_stride, width, TI
     tl.store(out + row.to(tl.int64) * width + columns, result, mask=inside)
 
 
-def row_sources(hidden: Tensor, parents: Tensor, levels: Sequence[Tensor], tau: float, gate: str) -> Tensor:
-    """Gate and provenance of one layer: the flat source row of every row, int32 [N, L].
+def mark_rows(
+    hidden: Tensor, tables: FoldTables, layer: int, gate: str, *, out: Tensor | None = None
+) -> Tensor:
+    """The gate of one layer: for every row itself, or the row that it folds onto, int32 [R].
 
     Args:
         hidden: [N, L, H], contiguous rows.
-        parents: int32 [N], -1 for a root; levels: int32, the branches at depth 1, 2, … .
-        tau, gate: as the twin takes them.
+        layer: whose τ counts.
+        gate: as the twin takes it.
+        out: int32 [R], written and returned if given.
 
     Raises:
-        ValueError: other types, strides or gates.
+        ValueError: other types, strides, sizes or gates.
     """
     if gate not in GATES:
         raise ValueError(f"gate {gate!r} is not one of {', '.join(GATES)}")
     num, length, width = hidden.shape
     if not hidden.is_contiguous():
-        raise ValueError(f"row_sources: hidden must be contiguous, its strides are {hidden.stride()}")
-    if parents.shape != (num,) or any(t.dtype != torch.int32 for t in (parents, *levels)):
-        raise ValueError("row_sources: parents and levels must be int32, parents [N]")
-    check_float_type("row_sources", hidden=hidden)
-    check_one_device("row_sources", hidden=hidden, parents=parents)
-    sources = torch.arange(num * length, dtype=torch.int32, device=hidden.device)
-    options = {
-        "L": length, "WIDTH": width, "TILE": min(_TILE, power_of_two(width)), "AGAINST_SOURCE": gate == "source",
-    }  # fmt: skip
-    waves = levels if gate == "source" else [torch.cat(list(levels))] if levels else []
-    for level in waves:
-        _gate_kernel[(len(level), length)](
-            hidden, parents, sources, level, width, tau, EPSILON, **options, num_warps=4
-        )
-    if gate == "parent" and len(levels) > 1:
-        marked, sources = sources, torch.empty_like(sources)
-        _resolve_kernel[(triton.cdiv(num * length, _TILE),)](
-            marked, sources, num * length, len(levels) - 1, TILE=_TILE, num_warps=4
-        )
-    return sources.view(num, length)
+        raise ValueError(f"mark_rows: hidden must be contiguous, its strides are {hidden.stride()}")
+    if tables.parents.shape != (num,) or not 0 <= layer < tables.taus.shape[0]:
+        raise ValueError(f"mark_rows: {num} branches and layer {layer} do not fit the tables")
+    check_float_type("mark_rows", hidden=hidden)
+    check_one_device("mark_rows", hidden=hidden, parents=tables.parents)
+    marks = torch.empty(num * length, dtype=torch.int32, device=hidden.device) if out is None else out
+    taus = tables.taus[layer:]
+    options = {"L": length, "WIDTH": width, "TILE": min(_TILE, power_of_two(width)), "num_warps": 4}
+    options |= launch_options(hidden.device)
+    if gate == "parent":
+        _parent_gate_kernel[(num, length)](
+            hidden, tables.parents, marks, taus, width, EPSILON, **options
+        )  # fmt: skip
+    else:
+        _source_gate_kernel[(num, length)](
+            hidden, tables.parents, tables.first_branch, tables.num_branches, tables.counts, marks, taus, width,
+            EPSILON, **options,
+        )  # fmt: skip
+    return marks
 
 
-def pack_rows(sources: Tensor, first_branch: Tensor, num_branches: Tensor) -> DevicePack:
-    """Pack the rows that are their own source, sample by sample, without asking the host how many there are.
+def pack_rows(marks: Tensor, tables: FoldTables, shape: PlanShape) -> DevicePack:
+    """Pack the rows that are marked with themselves, sample by sample, without asking the host how many there are.
 
     Args:
-        sources: int32 [N, L] of :func:`row_sources`.
-        first_branch, num_branches: int32 [S], each sample's branches, which lie side by side and make up all N.
+        marks: int32 [R] of :func:`mark_rows`.
+        shape: of the plan of attention whose row tiles are written.
+
+    Raises:
+        ValueError: types or sizes that do not fit.
     """
-    num, length = sources.shape
-    num_samples = first_branch.shape[0]
-    if sources.dtype != torch.int32 or first_branch.dtype != torch.int32 or num_branches.dtype != torch.int32:
-        raise ValueError("pack_rows: sources, first_branch and num_branches must be int32")
-    check_one_device("pack_rows", sources=sources, first_branch=first_branch, num_branches=num_branches)
-    device = sources.device
-    num_places = num * length
+    num_rows, length = marks.numel(), shape.block_length
+    fits = tables.parents.shape == (shape.num_segments,) and num_rows == shape.num_segments * length
+    if marks.dtype != torch.int32 or not fits:
+        raise ValueError(
+            f"pack_rows: marks {tuple(marks.shape)} {marks.dtype}; want int32 and those of {shape}"
+        )
+    check_one_device("pack_rows", marks=marks, parents=tables.parents)
 
-    def integers(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int32, device=device)
+    def integers(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=marks.device)
 
-    pack = DevicePack(integers(num_places), integers(num_places), integers(1), integers(num))
+    fields = 3 + PLACE_FIELDS
+    assert fields == FixedPlan.FIELDS
+    place = integers(num_rows)
+    pack = DevicePack(
+        integers(num_rows),
+        integers(1),
+        integers(shape.most_tiles, fields),
+        integers(num_rows),
+        integers(num_rows),
+    )
     _pack_kernel[(1,)](
-        sources, first_branch, num_branches, pack.rows, pack.place, pack.sample_of, pack.used, num_samples,
-        num_places, L=length, TILE=_TILE, num_warps=4,
+        marks, tables.first_branch, tables.num_branches, tables.places, tables.counts, pack.rows, place, pack.used,
+        pack.tiles, num_rows, shape.most_tiles, L=length, GROUP=shape.group, ROWS=shape.row_tile, FIELDS=fields,
+        PLACE=PLACE_FIELDS, TILE=_TILE, num_warps=4, **launch_options(marks.device),
+    )  # fmt: skip
+    _resolve_kernel[(triton.cdiv(num_rows, _TILE),)](
+        marks, place, tables.counts, pack.sources, pack.row_map, num_rows, TILE=_TILE, num_warps=4,
+        **launch_options(marks.device),
     )  # fmt: skip
     return pack
 
@@ -228,23 +302,32 @@ def gather_rows(source: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty((rows.shape[0], width), dtype=source.dtype, device=source.device)
     tile = min(_TILE, power_of_two(width))
     _gather_kernel[(rows.shape[0], triton.cdiv(width, tile))](
-        source, rows, out, source.stride(0), width, TILE=tile, num_warps=4
+        source, rows, out, source.stride(0), width, TILE=tile, num_warps=4, **launch_options(source.device)
     )
     return out
 
 
-def fold_rows(middle: Tensor, sources: Tensor, pack: DevicePack, computed: Tensor) -> Tensor:
+def fold_rows(middle: Tensor, pack: DevicePack, computed: Tensor) -> Tensor:
     """A layer's output [R, H], as the twin of this name; ``computed`` [P, H] in the places of ``pack``."""
-    num_rows = sources.numel()
+    num_rows = pack.sources.numel()
     width = middle.shape[1]
     if middle.shape[0] < num_rows or middle.stride(1) != 1 or not computed.is_contiguous():
         raise ValueError(
             f"fold_rows: middle {tuple(middle.shape)}, {num_rows} sources; rows must be contiguous"
         )
-    check_one_device("fold_rows", middle=middle, sources=sources, computed=computed)
+    check_one_device("fold_rows", middle=middle, sources=pack.sources, computed=computed)
     out = torch.empty((num_rows, width), dtype=middle.dtype, device=middle.device)
     tile = min(_TILE, power_of_two(width))
     _fold_kernel[(num_rows, triton.cdiv(width, tile))](
-        middle, computed, sources, pack.place, out, middle.stride(0), width, TILE=tile, num_warps=4
+        middle,
+        computed,
+        pack.sources,
+        pack.row_map,
+        out,
+        middle.stride(0),
+        width,
+        TILE=tile,
+        num_warps=4,
+        **launch_options(middle.device),
     )
     return out

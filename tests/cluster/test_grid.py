@@ -104,8 +104,7 @@ def test_decoders_take_their_own_settings() -> None:
         (change("budgets: [8]}", "budgets: [8], fold: {tau: -0.1}}"), r"fold.tau.*greater than or equal to 0"),
         (change("budgets: [8]}", "budgets: [8], fold: {gate: parent}}"), r"g: methods\[2\].fold.tau: missing"),
         (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1, gates: parent}}"), "did you mean 'gate'"),
-        (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1}}") + "kernels: triton",
-         "fold runs with kernels: torch"),
+        (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1, recheck: later}}"), r"g: methods\[2\].fold.recheck"),
         (change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1}}") + "decoder: {name: static, window: full}",
          "g: fold and window do not go together"),
         (change("budgets: [8]}", "budgets: [8], product_tau: 0.5, fold: {tau: 0.1}}"),
@@ -146,6 +145,13 @@ def test_a_method_may_fold_with_one_threshold_or_one_a_layer() -> None:
     )
     assert one is not None
     assert (one.values, one.gate, one.recheck) == ([0.1], "parent", True)
+    later = (
+        parse_grid(change("budgets: [8]}", "budgets: [8], fold: {tau: 0.1, recheck: pipelined}}"), "g")
+        .methods[2]
+        .fold
+    )
+    assert later is not None
+    assert later.recheck == "pipelined"
     many = (
         parse_grid(change("budgets: [8]}", "budgets: [8], fold: {tau: [0, 0.2], gate: source}}"), "g")
         .methods[2]

@@ -24,8 +24,15 @@ def test_writes_what_stores_and_nothing_else(triton_device: torch.device, length
     stored = torch.tensor([0, 2], device=triton_device)
     for cache, part in zip(expected, (keys, values), strict=True):
         write_cache(cache, part[stored], slots[stored].long(), starts[stored].long())
+    mapped = [cache.clone() for cache in caches]
     write_blocks(keys, values, *caches, slots, starts)
     for ours, theirs in zip(caches, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    order = torch.randperm(3 * length, generator=generator).to(triton_device)
+    row_map = order.argsort().int().view(3, length)
+    packed = (part.flatten(0, 1)[order].unflatten(0, (3, length)) for part in (keys, values))
+    write_blocks(*packed, *mapped, slots, starts, row_map)
+    for ours, theirs in zip(mapped, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -53,6 +53,8 @@ def test_norm_and_rotary(
     if weight is not None:
         expected = head_rms_norm(expected, weight.float(), 1e-6)
     assert_near(result, apply_rotary(expected, cosines[positions], sines[positions]))
+    some = norm_rotary(x, weight, cosines, sines, positions.where(positions != 7, -1).int(), 1e-6)
+    assert torch.equal(some[[0, 1, 4]], result[[0, 1, 4]]), "a row of position -1 is skipped"
     alone = norm_rotary(x[2:3], weight, cosines, sines, positions[2:3], 1e-6)
     assert torch.equal(alone, result[2:3])
 
@@ -109,7 +111,7 @@ def test_arguments_that_do_not_fit_are_refused(triton_device: torch.device) -> N
     with pytest.raises(ValueError, match="does not fit tables"):
         norm_rotary(x[:, :, :32], None, cosines, sines, positions, 1e-6)
     with pytest.raises(ValueError, match="positions"):
-        norm_rotary(x, None, cosines, sines, positions.int(), 1e-6)
+        norm_rotary(x, None, cosines, sines, positions.float(), 1e-6)
     with pytest.raises(ValueError, match="does not fit weight"):
         rms_norm(x[0], x[0, 0, :5], 1e-6)
     with pytest.raises(ValueError, match="float64"):

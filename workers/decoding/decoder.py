@@ -39,7 +39,14 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.logits import LogitsPass, Summary, choose, summarize
-from dlmgrid.workers.decoding.folded import count_folds, recheck_round
+from dlmgrid.workers.decoding.folded import (
+    compute_pending,
+    count_folds,
+    inputs_at,
+    recheck_round,
+    split_walk,
+    with_pending,
+)
 from dlmgrid.workers.decoding.generation import Generation, Prompt, Sample, canvas_length
 from dlmgrid.workers.decoding.noise import Stream
 from dlmgrid.workers.decoding.packing import Packed, Round
@@ -204,13 +211,13 @@ class Decoder:
             for sample, segments in zip(denoising, round_.counted_segments(), strict=True):
                 rows[id(sample)] += segments * length
         fold = None if round_ is None else self.settings.fold
-        hidden = packed.run(self.target, causal=self.settings.causal, fold=fold)
+        hidden = packed.run(self.target, causal=self.settings.causal, fold=fold, timed=self.settings.profiled)
         verified = self._clock()
         seeds = self._seeds(storing, stored_spans, hidden) if self.settings.seed != "none" else {}
         if round_ is not None:
+            self._walk(round_, self._predicting(hidden), rows)
             if fold is not None:
                 count_folds(self.target, round_)
-            self._walk(round_, self._predicting(hidden), rows)
         sampled = self._clock()
         fused = {id(sample) for sample in denoising}
         for sample in storing:
@@ -253,7 +260,10 @@ class Decoder:
             looks_ahead = wants_following(inputs, settings.budget, has_next, self.settings.stops) & (
                 trees.complete < 0
             )
-        return Round(samples=samples, inputs=inputs, slots=slots, trees=trees, looks_ahead=looks_ahead)
+        pending = [sample.pending for sample in samples]
+        return Round(
+            pending=pending, samples=samples, inputs=inputs, slots=slots, trees=trees, looks_ahead=looks_ahead
+        )
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """The rows [N, L, H] that predict each position of the blocks whose rows are ``hidden``."""
@@ -268,8 +278,12 @@ class Decoder:
         everyone = torch.arange(len(samples), device=self._device)
         drafted = trees.num_drafted().tolist()
         first_segments = torch.tensor(round_.first_segments, device=self._device)
+        fold = self.settings.fold
+        if fold is not None and fold.pipelined:
+            self._walk_pipelined(round_, hidden, rows)
+            return
         roots, walked = self._walk_trees(round_, everyone, trees.current, first_segments, inputs, hidden)
-        if self.settings.fold is not None and self.settings.fold.recheck:
+        if fold is not None and fold.recheck:
             self._recheck(round_, hidden, roots, walked, rows)
         self._look_at_next_blocks(round_, hidden)
         for sample, root, steps, nodes in zip(samples, roots.tolist(), walked, drafted, strict=True):
@@ -300,6 +314,45 @@ class Decoder:
             samples[index].set_block(root)
             _add_steps(samples[index], steps)
             samples[index].generation.accepted[-1] += len(steps.commits)
+
+    def _walk_pipelined(self, round_: Round, hidden: Tensor, rows: dict[int, int]) -> None:
+        """Walk from what is pending through the root into the drafts; what was unfolded counts, the rest is pending.
+
+        A walk that reached the end of a block is checked at once, by a pass that is a forward of its sample.
+        """
+        trees = with_pending(round_)
+        everyone = torch.arange(len(round_.samples), device=self._device)
+        firsts = torch.tensor(round_.first_segments, device=self._device)
+        inputs = inputs_at(round_.inputs, trees, round_.samples)
+        roots, walked = self._walk_trees(round_, everyone, trees, firsts, inputs, hidden)
+        ending: list[int] = []
+        for index, (sample, root, steps) in enumerate(
+            zip(round_.samples, roots.tolist(), walked, strict=True)
+        ):
+            unfolded = [*round_.pending[index], sample.block]
+            count, pending = split_walk(unfolded[0], unfolded, steps)
+            nodes = int(round_.trees.current.num_nodes[index]) - 1
+            _account(sample, steps.part(0, count), nodes)
+            sample.pending = pending
+            sample.set_block(root)
+            if pending and sample.is_block_complete:
+                ending.append(index)
+        if not ending:
+            return
+        chains, firsts, computed = compute_pending(
+            self.target, round_.samples, ending, self._device, causal=self.settings.causal
+        )
+        inputs = inputs_at(round_.inputs, chains, round_.samples)
+        which = torch.tensor(ending, device=self._device)
+        roots, walked = self._walk_trees(round_, which, chains, firsts, inputs, self._predicting(computed))
+        for index, root, steps in zip(ending, roots.tolist(), walked, strict=True):
+            sample = round_.samples[index]
+            sample.generation.nfe_denoise += 1
+            sample.generation.accepted[-1] += len(steps.commits)
+            rows[id(sample)] += len(sample.pending) * self.settings.block_length
+            sample.pending = []
+            sample.set_block(root)
+            _add_steps(sample, steps)
 
     def _recheck(
         self, round_: Round, hidden: Tensor, roots: Tensor, walked: list[WalkedSteps], rows: dict[int, int]
@@ -513,7 +566,7 @@ def _add_steps(sample: Sample, steps: WalkedSteps) -> None:
     generation.steps.extend(tuple((start + at, token) for at, token in commits) for commits in steps.commits)
     generation.margins.extend(steps.margins)
     generation.digests.extend(steps.digests)
-    generation.argmax_commits += steps.argmax_commits
+    generation.argmax_commits += sum(steps.argmax_by_step)
 
 
 def _device_clock(device: torch.device) -> Callable[[], float]:

@@ -95,6 +95,9 @@ class Sample:
         self.block_start = num_tokens if settings.grid == "prompt" else num_tokens // length * length
         self.key = settings.noise.key(prompt.item_id, prompt.repeat)
         self.needs_prefill = self.block_start > 0
+        self.pending: list[
+            list[int]
+        ] = []  # folded states on the way to the block's, not yet computed unfolded
         self.block_steps = 0  # steps of the block, those that opened nothing counted
         self.generation = Generation(prompt=prompt, batch_position=slot)
         self._stops_inside = settings.stops if settings.stop_rule != "block" else ()

@@ -36,6 +36,8 @@ class FoldingTarget(Protocol):
         store: Tensor,
         causal: bool = False,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
+        *,
+        timed: bool = False,
     ) -> Tensor: ...
 
 
@@ -76,8 +78,16 @@ class Packed:
         """Have a segment store its keys and values: the next block of the pass reads them."""
         self._stores[segment] = True
 
-    def run(self, target: Target, *, causal: bool = False, fold: FoldSettings | None = None) -> Tensor:
-        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally; ``fold``: states with parents fold.
+    def run(
+        self,
+        target: Target,
+        *,
+        causal: bool = False,
+        fold: FoldSettings | None = None,
+        timed: bool = False,
+    ) -> Tensor:
+        """Hidden rows [N, L, H]; ``causal``: every block sees itself causally; ``fold``: states with parents fold, in
+        stages that are ``timed`` apart.
 
         Raises ValueError for folds on a target that has none.
         """
@@ -92,16 +102,18 @@ class Packed:
             return target.forward(*arguments)
         if not isinstance(target, FoldingTarget):
             raise ValueError("fold: this target computes no folded pass")
-        return target.forward(*arguments, fold=(fold, self._parents))
+        return target.forward(*arguments, fold=(fold, self._parents), timed=timed)
 
 
 @dataclass(kw_only=True, slots=True)
 class Round:
     """The denoising samples of a pass with their drafts.
 
+    ``pending``: by sample the states on the way to its root that were folded when they were walked, oldest first.
+
     ``slots`` int64 [S]. ``looks_ahead`` bool [S]: whose next block is computed beside the root. After
-    :meth:`pack`, ``first_segments`` are the indices of the roots and ``next_segments`` those of the fresh next
-    blocks, -1 where none is packed.
+    :meth:`pack`, ``first_segments`` are the indices of the roots, or of what is pending before them, and
+    ``next_segments`` those of the fresh next blocks, -1 where none is packed.
     """
 
     samples: list[Sample]
@@ -109,12 +121,19 @@ class Round:
     slots: Tensor
     trees: WindowTrees
     looks_ahead: Tensor
+    pending: list[list[list[int]]]
     first_segments: list[int] = field(default_factory=list)
     next_segments: list[int] = field(default_factory=list)
 
+    @property
+    def num_pending(self) -> list[int]:
+        """States of each sample that a folded walk passed, computed unfolded in this pass, before its root."""
+        return [len(pending) for pending in self.pending]
+
     def pack(self, packed: Packed) -> None:
-        """Add the trees: the current block's, and behind a complete node, or else behind the root of a sample that
-        looks ahead, the next block's. What the next block is to read is stored; a later pass overwrites it."""
+        """Add pending states and the trees: the current block's, and behind a complete node, or else behind the root of
+        a sample that looks ahead, the next block's. What the next block is to read is stored; a later pass overwrites
+        it."""
         trees = self.trees
         nodes, parents = trees.current.num_nodes.tolist(), trees.current.parents.tolist()
         complete, enters, looks = trees.complete.tolist(), trees.enters.tolist(), self.looks_ahead.tolist()
@@ -122,8 +141,10 @@ class Round:
         for index, sample in enumerate(self.samples):
             start, beyond = sample.block_start, sample.block_start + sample.block_length
             states = trees.current.tokens[index, : nodes[index]]
+            before = torch.tensor(self.pending[index], dtype=torch.int32).view(-1, states.shape[1])
+            packed.add(before.to(states.device), sample.slot, start)
             first = packed.add(states, sample.slot, start, parents=parents[index])
-            self.first_segments.append(first)
+            self.first_segments.append(first - len(before))
             ahead = -1
             if complete[index] >= 0:
                 packed.store(first + complete[index])
@@ -141,4 +162,4 @@ class Round:
         segments = self.trees.num_segments()
         if self.trees.current.budget > 0:
             segments = segments + self.looks_ahead
-        return [int(count) for count in segments.tolist()]
+        return [count + pending for count, pending in zip(segments.tolist(), self.num_pending, strict=True)]

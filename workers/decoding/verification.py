@@ -45,13 +45,18 @@ class WalkedSteps:
 
     ``commits``: (position in the block, token) pairs sorted by position; ``margins`` in the same order;
     ``digests``: the order-free 64-bit digest of the logits rows that predicted masked positions, as 16 hex digits.
-    ``argmax_commits``: how many commits of all steps are the most probable token of their row.
+    ``argmax_by_step``: how many commits of each are the most probable token of their row.
     """
 
     commits: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     margins: list[tuple[float, ...]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    argmax_commits: int = 0
+    argmax_by_step: list[int] = field(default_factory=list)
+
+    def part(self, first: int, stop: int) -> WalkedSteps:
+        """Steps ``first`` to ``stop``."""
+        own = slice(first, stop)
+        return WalkedSteps(self.commits[own], self.margins[own], self.digests[own], self.argmax_by_step[own])
 
 
 class SeenStep(NamedTuple):
@@ -367,4 +372,4 @@ def _record(steps: list[WalkedSteps], samples: list[int], step: _Step, digests: 
         steps[sample].commits.append(tuple((at, token) for at, token, _ in made))
         steps[sample].margins.append(tuple(margin for _, _, margin in made))
         steps[sample].digests.append(f"{digest % 2**64:016x}")
-        steps[sample].argmax_commits += likeliest
+        steps[sample].argmax_by_step.append(likeliest)

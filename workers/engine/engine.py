@@ -5,7 +5,6 @@ Shapes: N segments (one block of one slot each) of L tokens, H hidden size, V vo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from torch import Tensor
 from dlmgrid.kernels.embedding import MASKED
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.rotary import rotary_tables, yarn_frequencies
+from dlmgrid.kernels.specfold import FoldLayout
 from dlmgrid.workers.engine.memory import padded_length
 from dlmgrid.workers.engine.model_head import DTYPES, ModelHead, free_memory, load_model, memory_errors
 from dlmgrid.workers.engine.pass_graphs import Blocks, PassGraphs
-from dlmgrid.workers.folding.fold import FoldBranches, FoldReport, FoldSettings
-from dlmgrid.workers.folding.layers import Folding, run_folded_layers
+from dlmgrid.workers.folding.fold import FoldReport, FoldSettings, StageTimer
+from dlmgrid.workers.folding.layers import run_folded_layers
 from dlmgrid.workers.models.config import KEY_TILE, ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.layers import BlockPart, PassInputs, run_layers
@@ -123,12 +123,14 @@ class Engine(ModelHead):
         causal: bool = False,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
         *,
+        timed: bool = False,
         keep: bool = False,
     ) -> Tensor:
         """Hidden states after the final norm, [N, L, H] in the engine's dtype.
 
         ``fold``: SpecFold's settings and the fold parent of each segment (-1: never folded); ``fold_report`` then says
-        what the pass recomputed. With ``keep`` the keys and values of every segment are written, also of those that do
+        what the pass recomputed and, if it is ``timed``, the time of its stages, which are then launched one by one.
+        With ``keep`` the keys and values of every segment are written, also of those that do
         not store: they count as absent, but :meth:`forward_part` reads them.
 
         A family whose prefix is token-causal sees its own block causally where it stores, and with ``causal`` in every
@@ -147,13 +149,11 @@ class Engine(ModelHead):
                 f"forward: tokens {tuple(tokens.shape)}, {len(slot_list)} slots, {len(start_list)} starts "
                 f"and {len(store_list)} store flags; want [N, {self.block_length}] and N of each"
             )
-        if fold is not None and self.kernels != "torch":
-            raise ValueError("forward: folding runs with kernels: torch")
         if causal and not self._token_causal:
             raise ValueError(f"forward: the family {self.config.family} has no causal mode")
         cached = self._plan_cache(slot_list, start_list, store_list)
         written = [True] * num if keep else store_list
-        if self._graphs is not None and fold is None and num:
+        if self._graphs is not None and not timed and num:
             leading = [self._leading(start) for start in start_list]
             blocks = Blocks(
                 slots=slot_list,
@@ -165,12 +165,15 @@ class Engine(ModelHead):
             )
             tokens = tokens.cpu()
             self._check_tokens(tokens)
+            layout = None if fold is None else self._layout(*fold, blocks)
             with memory_errors():
-                hidden = self._graphs.run(tokens, blocks)
+                hidden = self._graphs.run(tokens, blocks, layout)
+            if fold is not None:
+                self.fold_report = self._graphs.fold_report
             self._cached = cached
             return hidden
         hidden = self._run(
-            tokens, slot_list, start_list, store_list, self.weights, causal, written, fold=fold
+            tokens, slot_list, start_list, store_list, self.weights, causal, written, fold=fold, timed=timed
         )
         self._cached = cached
         return hidden.clone()  # a plain tensor, which callers may work on in place
@@ -232,6 +235,7 @@ class Engine(ModelHead):
         part: BlockPart | None = None,
         plan_starts: Sequence[int] | None = None,
         fold: tuple[FoldSettings, Sequence[int]] | None = None,
+        timed: bool = False,
     ) -> Tensor:
         """Lay out the rows of a checked pass and run the layers: [N, L, H]."""
         num, length = tokens.shape
@@ -265,25 +269,39 @@ class Engine(ModelHead):
             if fold is None:
                 hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
             else:
-                settings, parents = fold
-                branches = FoldBranches(parents, slots, starts, self.device)
-
-                def plan_groups(group_of: Sequence[int]) -> Any:
-                    firsts = [branches.first_of_group[group] for group in group_of]
-                    return self._plan(
-                        [slots[first] for first in firsts],
-                        [on_grid[first] for first in firsts],
-                        [leading[first] for first in firsts],
-                        [is_causal[first] for first in firsts],
-                    )
-
-                folding = Folding(
-                    settings=settings, branches=branches, plan_groups=plan_groups, clock=self._clock
+                blocks = Blocks(
+                    slots=slots,
+                    starts=starts,
+                    on_grid=on_grid,
+                    first_keys=leading if self._from_prompt else None,
+                    causal=is_causal if self._token_causal else None,
+                    written=written or store,
                 )
-                hidden, self.fold_report = run_folded_layers(
-                    self.config, weights, inputs, self._keys, self._values, self.operators, folding
+                layout = self._layout(*fold, blocks)
+                config = self.config
+                heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+                folds = self.operators.open_folds(layout, self.device, heads=heads, dtype=self.dtype)
+                timer = StageTimer(self.device) if timed else None
+                hidden = run_folded_layers(
+                    self.config, weights, inputs, self._keys, self._values, self.operators, folds,
+                    None if timer is None else timer.mark,
+                )  # fmt: skip
+                self.fold_report = FoldReport(
+                    [parent >= 0 for parent in layout.parents], length, folds.computed_rows(), timer
                 )
         return hidden[: num * length].view(num, length, -1)
+
+    def _layout(self, settings: FoldSettings, parents: Sequence[int], blocks: Blocks) -> FoldLayout:
+        return FoldLayout(
+            parents=parents,
+            slots=blocks.slots,
+            starts=blocks.on_grid,
+            first_keys=blocks.first_keys,
+            causal=blocks.causal,
+            block_length=self.block_length,
+            taus=settings.by_layer(self.config.num_hidden_layers),
+            gate=settings.gate,
+        )
 
     def _check_tokens(self, tokens: Tensor) -> None:
         lowest, highest = (int(value) for value in torch.aminmax(tokens))
@@ -309,12 +327,6 @@ class Engine(ModelHead):
             first_keys=leading if self._from_prompt else None,
             causal=is_causal if self._token_causal else None,
         )
-
-    def _clock(self) -> float:
-        """Seconds, after the work queued on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     def _leading(self, start: int) -> int:
         """Positions that move a block onto the grid: what a slot's buffer holds nothing at before position 0."""

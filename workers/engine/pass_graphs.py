@@ -1,9 +1,10 @@
 """Passes of a fixed shape over fixed buffers: on a GPU one CUDA graph for each shape, replayed for every pass of it.
 
-All that differs between passes of a shape (tokens, positions, where blocks lie and which are stored) goes up in one
-copy. A shape is the number of segments, the bucket of splits of the longest prefix, and whether any block is stored.
-The first pass of a shape runs launch by launch, which compiles its kernels; the second is captured. In Triton's
-interpreter every pass runs launch by launch.
+All that differs between passes of a shape (tokens, positions, where blocks lie and which are stored, fold parents and
+τ) goes up in one copy. A shape is the number of segments, the bucket of splits of the longest prefix, whether any block
+is stored, and for a folded pass what its gate compares with and how many rows are expected to be computed (a hint: no
+bit depends on it). The first pass of a shape runs launch by launch, which compiles its kernels; the second is captured.
+In Triton's interpreter every pass runs launch by launch.
 
 Legend: N segments of L tokens, R = N · L rows, rounded up to whole panels, H hidden size.
 """
@@ -21,12 +22,18 @@ from dlmgrid.kernels.attention import SPLIT_KEYS
 from dlmgrid.kernels.attention.fixed_plan import FixedPlan, PlanShape
 from dlmgrid.kernels.gemm import PANEL_ROWS
 from dlmgrid.kernels.operators import Operators
+from dlmgrid.kernels.specfold import FoldLayout, FoldTables
+from dlmgrid.workers.folding.fold import FoldReport
+from dlmgrid.workers.folding.layers import run_folded_layers
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.layers import PassInputs, run_layers
 from dlmgrid.workers.models.weights import ModelWeights
 
-MOST_GRAPHS = 192
+MOST_GRAPHS = 320
 """Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
+
+_QUARTERS = (1, 2, 4)
+"""A folded pass is expected to compute as many quarters of its rows as the one before it did, rounded up."""
 
 MOST_SEGMENTS = 128
 """Segments of a pass that has a graph; a larger one, the prefill of many samples say, seldom comes twice."""
@@ -48,6 +55,17 @@ class Blocks:
     written: Sequence[bool]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Key:
+    """What graphs differ by; ``gate`` "" and ``quarters`` 0 for a pass that does not fold."""
+
+    num: int
+    splits: int
+    stores: bool
+    gate: str = ""
+    quarters: int = 0
+
+
 class _Shape:
     """Buffers and graph of the passes of one shape."""
 
@@ -61,6 +79,7 @@ class _Shape:
         self._up = torch.zeros(firsts[-1], dtype=torch.int32, pin_memory=self.is_gpu)
         self._down = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
         self.hidden = hidden
+        self.counts: Tensor | None = None  # int32 [layers, N] of a folded pass, as the graph leaves it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
         self._sent = torch.cuda.Event() if self.is_gpu else None
@@ -105,31 +124,46 @@ class PassGraphs:
         self._turns = turns
         self._length = block_length
         self._group = config.num_attention_heads // config.num_key_value_heads
-        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._shapes: dict[_Key, _Shape] = {}
         self._offsets = torch.arange(block_length, dtype=torch.int32)
+        self.fold_report: FoldReport | None = None
         self._last: _Shape | None = None
         self._hidden: Tensor | None = None
         self._pool: Any = None  # torch's handle of the graphs' shared memory
 
-    def run(self, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H]."""
+    def run(self, tokens: Tensor, blocks: Blocks, layout: FoldLayout | None = None) -> Tensor:
+        """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H].
+
+        With a ``layout`` the pass folds, and ``fold_report`` says what it computed.
+        """
         num = len(blocks.slots)
-        splits = 1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length()
-        stores = any(blocks.written)
-        shape = self._shape(num, splits, stores)
-        shape.send(self._tables(tokens, blocks, shape.hidden.shape[0]))
+        key = _Key(
+            num=num,
+            splits=1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length(),
+            stores=any(blocks.written),
+            gate="" if layout is None else layout.gate,
+            quarters=0 if layout is None else self._expected_quarters(),
+        )
+        shape = self._shape(key)
+        parts = self._tables(tokens, blocks, shape.hidden.shape[0])
+        shape.send(parts if layout is None else [*parts, FoldTables.buffer_of(layout)])
         if shape.graph is not None:
             shape.graph.replay()
         elif shape.is_gpu and shape.runs:
             shape.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(shape.graph, pool=self._pool):
-                self._compute(shape, num, splits, stores)
+                self._compute(shape, key)
             self._pool = self._pool or shape.graph.pool()
             shape.graph.replay()
         else:
-            self._compute(shape, num, splits, stores)
+            self._compute(shape, key)
         shape.runs += 1
         self._last = shape
+        if layout is not None:
+            assert shape.counts is not None
+            self.fold_report = FoldReport(
+                [parent >= 0 for parent in layout.parents], self._length, shape.counts
+            )
         return shape.hidden[: num * self._length].view(num, self._length, -1).clone()
 
     def queue_again(self) -> None:
@@ -138,34 +172,45 @@ class PassGraphs:
             raise RuntimeError("the last pass ran launch by launch; run one of its shape twice first")
         self._last.graph.replay()
 
-    def _shape(self, num: int, splits: int, stores: bool) -> _Shape:
-        key = (num, splits, stores)
+    def _expected_quarters(self) -> int:
+        """How many quarters of its rows the last folded pass computed, all if nobody has read that."""
+        report = self.fold_report
+        if report is None or not report.is_read:
+            return _QUARTERS[-1]
+        all_rows = len(report.is_foldable) * report.length * len(report.own_rows)
+        share = sum(map(sum, report.own_rows)) / all_rows
+        return next(quarters for quarters in _QUARTERS if share <= quarters / _QUARTERS[-1])
+
+    def _shape(self, key: _Key) -> _Shape:
         if key not in self._shapes:
             if len(self._shapes) >= MOST_GRAPHS:
                 self._shapes.clear()
                 self._last = None
                 self._pool = None
-            shape = self._new_shape(num)
-            if num > MOST_SEGMENTS:
+            shape = self._new_shape(key)
+            if key.num > MOST_SEGMENTS:
                 return shape
             self._shapes[key] = shape
         return self._shapes[key]
 
-    def _new_shape(self, num: int) -> _Shape:
+    def _new_shape(self, key: _Key) -> _Shape:
         """The shapes with graphs share one buffer of hidden states, since every pass copies its own out."""
-        rows = -(-num * self._length // PANEL_ROWS) * PANEL_ROWS
+        rows = -(-key.num * self._length // PANEL_ROWS) * PANEL_ROWS
         most = -(-MOST_SEGMENTS * self._length // PANEL_ROWS) * PANEL_ROWS
         if self._hidden is None or rows > most:
             weight = self._weights.embedding
             size = (max(rows, most), self._config.hidden_size)
             hidden = torch.zeros(size, dtype=weight.dtype, device=weight.device)
             if rows > most:
-                return _Shape(self._sizes(num, rows), hidden)
+                return _Shape(self._sizes(key, rows), hidden)
             self._hidden = hidden
-        return _Shape(self._sizes(num, rows), self._hidden[:rows])
+        return _Shape(self._sizes(key, rows), self._hidden[:rows])
 
-    def _sizes(self, num: int, rows: int) -> tuple[int, ...]:
-        return rows, rows, num, num, self._plan_shape(num).size
+    def _sizes(self, key: _Key, rows: int) -> list[int]:
+        sizes = [rows, rows, key.num, key.num, self._plan_shape(key.num).size]
+        if key.gate:
+            sizes.append(FoldTables.size(key.num, self._config.num_hidden_layers))
+        return sizes
 
     def _plan_shape(self, num: int) -> PlanShape:
         cache = self._key_cache
@@ -196,22 +241,39 @@ class PassGraphs:
         return [flat, positions, *integers, plan]
 
     @torch.inference_mode()
-    def _compute(self, shape: _Shape, num: int, splits: int, stores: bool) -> None:
-        """Queue the pass: from the tables of ``shape`` to its hidden states."""
-        tokens, positions, slots, starts, tables = shape.tables
+    def _compute(self, shape: _Shape, key: _Key) -> None:
+        """Queue the pass: from the tables of ``shape`` to its hidden states, and its counts where it folds."""
+        num, length = key.num, self._length
+        tokens, positions, slots, starts, tables, *fold_tables = shape.tables
         cosines, sines, query_scale = self._turns(positions)
-        plan = FixedPlan(tables, self._plan_shape(num), num_splits=splits)
+        plan = FixedPlan(tables, self._plan_shape(num), num_splits=key.splits)
         inputs = PassInputs(
             tokens=tokens,
             cosines=cosines,
             sines=sines,
             query_scale=query_scale,
             num_segments=num,
-            block_length=self._length,
+            block_length=length,
             plan=plan,
-            writes=(slots, starts) if stores else None,
+            writes=(slots, starts) if key.stores else None,
         )
-        hidden = run_layers(
-            self._config, self._weights, inputs, self._key_cache, self._value_cache, self._operators
+        model = (self._config, self._weights, inputs, self._key_cache, self._value_cache, self._operators)
+        if not key.gate:
+            shape.hidden.copy_(run_layers(*model))
+            return
+        from dlmgrid.kernels.specfold.device_folding import DeviceFolds
+
+        folds = DeviceFolds(
+            FoldTables(fold_tables[0], num, self._config.num_hidden_layers),
+            self._operators,
+            self._plan_shape(num),
+            gate=key.gate,
+            num_splits=key.splits,
+            expected_rows=-(-num * length * key.quarters // _QUARTERS[-1]),
         )
-        shape.hidden.copy_(hidden)
+        hidden = run_folded_layers(*model, folds)
+        shape.hidden[: num * length].copy_(hidden[: num * length])
+        counts = folds.computed_rows()
+        if shape.counts is None:
+            shape.counts = torch.zeros_like(counts)
+        shape.counts.copy_(counts)

@@ -1,9 +1,11 @@
-"""Settings of folding, what it costs and saves in a pass, and the branches it works on. No torch kernels here."""
+"""Settings of folding, and what it costs and saves in a pass. No kernels here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,44 +16,115 @@ from dlmgrid.kernels.specfold.reference import GATES
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldSettings:
     """``tau``: one threshold, or one a layer; ``gate``: against ``parent`` or ``source``; ``recheck``: the walked nodes
-    are computed again unfolded, so that the output is the serialized run's."""
+    are computed again unfolded, so that the output is the serialized run's; ``pipelined``: in the next round's pass,
+    not in one of their own."""
 
     tau: tuple[float, ...]
     gate: str = "parent"
     recheck: bool = False
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         if not self.tau or any(not value >= 0 for value in self.tau):
             raise ValueError(f"fold: tau {list(self.tau)}; want numbers of 0 or more")
         if self.gate not in GATES:
             raise ValueError(f"fold: gate {self.gate!r} is not one of {', '.join(GATES)}")
+        if self.pipelined and not self.recheck:
+            raise ValueError("fold: pipelined is a way to recheck; set recheck")
 
-    def of_layer(self, layer: int, num_layers: int) -> float:
-        """τ of a layer. Raises ValueError where the list has another length than the model has layers."""
-        if len(self.tau) == 1:
-            return self.tau[0]
-        if len(self.tau) != num_layers:
+    def by_layer(self, num_layers: int) -> tuple[float, ...]:
+        """τ of each layer. Raises ValueError where the list has another length than the model has layers."""
+        if len(self.tau) not in (1, num_layers):
             raise ValueError(f"fold: tau has {len(self.tau)} values, the model {num_layers} layers")
-        return self.tau[layer]
+        return self.tau * num_layers if len(self.tau) == 1 else self.tau
 
 
-@dataclass(slots=True)
+STAGES = ("select", "move", "compute", "correct")
+"""``select`` gate and provenance, ``move`` packing and gathering, ``compute`` the rows that are computed, ``correct``
+attention to the own block and output projection of folded rows."""
+
+_JOINT = "joint"  # one product does both ``compute`` and ``correct``: shared by rows
+
+
+class StageTimer:
+    """Times the stages of one pass apart, by events where the device is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, int, float | torch.cuda.Event]] = []
+
+    def mark(self, stage: str, layer: int) -> None:
+        """What ``stage`` of a layer was working on is queued; the first mark of all only begins."""
+        now: float | torch.cuda.Event
+        if self._is_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((stage, layer, now))
+
+    def seconds(self, shares: Sequence[float]) -> dict[str, float]:
+        """Seconds by stage; ``shares``: of each layer's rows, how many were computed. Waits for the device."""
+        found = dict.fromkeys(STAGES, 0.0)
+        for (_, _, before), (stage, layer, after) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, float) or isinstance(after, float):
+                assert isinstance(before, float) and isinstance(after, float)
+                spent = after - before
+            else:
+                after.synchronize()
+                spent = before.elapsed_time(after) / 1e3
+            if stage == _JOINT:
+                found["compute"] += spent * shares[layer]
+                found["correct"] += spent * (1 - shares[layer])
+            else:
+                found[stage] += spent
+        return found
+
+
 class FoldReport:
-    """What one pass recomputed and spent.
+    """What one pass recomputed and, where it was timed, spent.
 
-    ``own_rows``: by layer, how many rows of each segment were computed; ``is_foldable``: which segments have a fold
-    parent; ``length``: rows of a segment. Seconds: ``select`` gate and provenance, ``move`` packing and gathering,
-    ``compute`` the rows that are computed, ``correct`` attention to the own block and output projection of folded rows
-    (one product does those of all rows; its time is shared by rows).
+    Args:
+        is_foldable: which segments have a fold parent.
+        length: rows of a segment.
+        counts: int32 [layers, N], how many rows of each segment were computed; copied to the host once, and waited for
+            when they are asked for.
     """
 
-    is_foldable: list[bool]
-    length: int
-    own_rows: list[list[int]] = field(default_factory=list)
-    select: float = 0.0
-    move: float = 0.0
-    compute: float = 0.0
-    correct: float = 0.0
+    def __init__(
+        self, is_foldable: list[bool], length: int, counts: Tensor, timer: StageTimer | None = None
+    ) -> None:
+        self.is_foldable, self.length = is_foldable, length
+        self._timer = timer
+        self._copied: torch.cuda.Event | None = None
+        if counts.device.type == "cuda":
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._counts = counts.clone()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the counts have been asked for, so that they are here."""
+        return "own_rows" in self.__dict__
+
+    @functools.cached_property
+    def own_rows(self) -> list[list[int]]:
+        """By layer, how many rows of each segment were computed."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows: list[list[int]] = self._counts.tolist()
+        return rows
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, float] | None:
+        """Seconds by stage (STAGES); None where the pass was not timed."""
+        if self._timer is None:
+            return None
+        all_rows = len(self.is_foldable) * self.length
+        return self._timer.seconds([sum(layer) / all_rows for layer in self.own_rows])
 
     def recomputed(self, first: int = 0, stop: int | None = None) -> list[int]:
         """Rows of foldable segments from ``first`` to ``stop`` that were computed, by layer."""
@@ -68,36 +141,5 @@ class FoldReport:
         return [count / foldable for count in self.recomputed()] if foldable else []
 
 
-class FoldBranches:
-    """The branches of one pass: fold parents, and the segments of each sample.
-
-    Args:
-        parents: the fold parent's segment of each of the N segments, -1 for one that is never folded (a root, a block
-            that is stored); a parent comes before its branches and shares their slot and block start.
-        slots, block_starts: of the segments.
-
-    Raises:
-        ValueError: a parent that does not come first or lies elsewhere.
-    """
-
-    def __init__(
-        self, parents: Sequence[int], slots: Sequence[int], block_starts: Sequence[int], device: torch.device
-    ) -> None:
-        depths: list[int] = []
-        groups: dict[tuple[int, int], list[int]] = {}
-        where = list(zip(slots, block_starts, strict=True))
-        for segment, parent in enumerate(parents):
-            if parent >= segment or (parent >= 0 and where[parent] != where[segment]):
-                raise ValueError(
-                    f"segment {segment}: fold parent {parent} is not an earlier branch of its sample"
-                )
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-            groups.setdefault(where[segment], []).append(segment)
-        self.parents: Tensor = torch.tensor(parents, dtype=torch.int64, device=device)
-        self.levels = tuple(
-            torch.tensor([s for s, d in enumerate(depths) if d == depth], dtype=torch.int64, device=device)
-            for depth in range(1, max(depths, default=0) + 1)
-        )
-        self.groups = tuple(torch.tensor(g, dtype=torch.int64, device=device) for g in groups.values())
-        self.first_of_group = [members[0] for members in groups.values()]
-        self.is_foldable = [depth > 0 for depth in depths]
+Mark = Callable[[str, int], None]
+"""Says that a stage of a layer is queued."""

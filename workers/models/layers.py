@@ -76,10 +76,23 @@ class PassInputs(PassRows):
     writes: tuple[Tensor, Tensor] | None = None
 
     def write(
-        self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, of: Tensor | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        operators: Operators,
+        of: Tensor | None = None,
     ) -> None:
         """Write the stored segments of ``keys`` and ``values`` [N, L, Hkv, d], or of their rows ``of`` [N, L] in
         [P, Hkv, d], to a layer's caches."""
+        if self.writes is not None and operators.write_blocks is not None:
+            shape = (self.num_segments, self.block_length)
+            blocks = (
+                part[: shape[0] * shape[1]].unflatten(0, shape) if of is not None else part
+                for part in (keys, values)
+            )
+            operators.write_blocks(*blocks, key_cache, value_cache, *self.writes, row_map=of)
         if (
             self.stored is None
             or self.stored_slots is None
@@ -110,9 +123,7 @@ def run_layers(
     def attend(layer: int, *heads: Tensor) -> Tensor:
         queries, keys, values = (part[: num * length].unflatten(0, (num, length)) for part in heads)
         key_part, value_part = key_cache[layer], value_cache[layer]
-        if inputs.writes is not None and operators.write_blocks is not None:
-            operators.write_blocks(keys, values, key_part, value_part, *inputs.writes)
-        inputs.write(keys, values, key_part, value_part)
+        inputs.write(keys, values, key_part, value_part, operators)
         if inputs.part is None:
             output, _ = operators.block_attention(queries, keys, values, key_part, value_part, inputs.plan)
             return output.flatten(0, 1)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import static
+from dlmgrid.workers.decoding.commit_rules import CommitRule, static, threshold
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.drafting import confidence_tree, none
 from dlmgrid.workers.engine.engine import Engine, load_engine
 from dlmgrid.workers.folding.fold import FoldSettings
+from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
 from dlmgrid.workers.testing.tiny_target import TinyTarget
 from dlmgrid.workers.unit_runner import fold_settings
@@ -38,11 +39,18 @@ def one_thread() -> Iterator[None]:
 
 
 def decode(
-    target: Engine | TinyTarget, fold: FoldSettings | None, *, budget: int = 5, temperature: float = 0.0
+    target: Engine | TinyTarget,
+    fold: FoldSettings | None,
+    *,
+    budget: int = 5,
+    temperature: float = 0.0,
+    rule: CommitRule | None = None,
+    lengths: tuple[int, int] = (8, 8),
 ) -> list[Generation]:
+    block_length, gen_length = lengths
     settings = DecodeSettings(
-        block_length=8, gen_length=8, budget=budget, temperature=temperature, rule=static(1), noise=NoiseTable(3),
-        stop_token_ids=(), fold=fold, profiled=True,
+        block_length=block_length, gen_length=gen_length, budget=budget, temperature=temperature,
+        rule=rule or static(1), noise=NoiseTable(3), stop_token_ids=(), fold=fold, profiled=True,
     )  # fmt: skip
     drafter = confidence_tree.build() if budget else none.build()
     return Decoder(target, drafter, settings).decode(PROMPTS)
@@ -79,8 +87,54 @@ def test_recheck_is_the_serialized_run_however_much_folds(engine: Engine) -> Non
         assert one.seconds.correct > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda t: f"T{t:g}")
+@pytest.mark.parametrize("tau", [0.0, 0.3, 100.0])
+@pytest.mark.parametrize("rule", [static(1), threshold(0.3)], ids=["static", "threshold"])
+def test_pipelined_is_the_serialized_run_and_folds(
+    engine: Engine, tau: float, temperature: float, rule: CommitRule
+) -> None:
+    serialized = decode(engine, None, budget=0, temperature=temperature, rule=rule)
+    fold = FoldSettings(tau=(tau,), recheck=True, pipelined=True)
+    found = decode(engine, fold, temperature=temperature, rule=rule)
+    assert same(found, serialized)
+    assert [one.argmax_commits for one in found] == [one.argmax_commits for one in serialized]
+    for one in found:
+        assert (
+            len(one.accepted) <= one.nfe_denoise <= len(one.accepted) + 2
+        )  # a pass of its own at a block's end
+        assert sum(one.accepted) + len(one.accepted) == len(one.steps)
+        assert one.fold_rows == 8 * one.drafted_nodes
+        all_rows = one.fold_rows * engine.config.num_hidden_layers
+        assert (sum(one.fold_recomputed) < all_rows) == (tau > 0)
+    assert sum(sum(one.accepted) for one in found) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda t: f"T{t:g}")
+def test_pipelined_rounds_of_the_reference_model(temperature: float) -> None:
+    engine = load_engine(resolve_checkpoint("reference"), num_slots=2, max_length=128, self_test=False)
+    serialized = decode(engine, None, budget=0, temperature=temperature, lengths=(32, 24))
+    runs = [
+        decode(
+            engine,
+            FoldSettings(tau=(0.1,), recheck=True, pipelined=flag),
+            temperature=temperature,
+            lengths=(32, 24),
+        )
+        for flag in (True, False)
+    ]
+    for run in runs:
+        assert same(run, serialized)
+        for one in run:
+            assert 0 < sum(one.fold_recomputed) < one.fold_rows * engine.config.num_hidden_layers
+    pipelined, rechecked = (sum(one.nfe_denoise for one in run) for run in runs)
+    drawn = sum(one.nfe_denoise for one in serialized)
+    assert pipelined < min(rechecked, drawn)
+
+
 def test_a_target_that_cannot_fold_is_refused() -> None:
     target = TinyTarget(block_length=8, vocab_size=40)
+    with pytest.raises(ValueError, match="pipelined is a way to recheck"):
+        FoldSettings(tau=(0.1,), pipelined=True)
     with pytest.raises(ValueError, match="computes no folded pass"):
         decode(target, FoldSettings(tau=(0.1,)))
 
@@ -98,7 +152,11 @@ def test_cells_say_how_they_fold() -> None:
     plain = {"fold_tau_by_layer": "", "fold_gate": "parent"}
     rechecked = Cell.from_dict({**cell.to_dict(), **plain, "fold_recheck": True})
     at_zero = Cell.from_dict({**cell.to_dict(), **plain, "fold_tau": 0.0})
-    for kept in (rechecked, at_zero):
+    pipelined = Cell.from_dict({**rechecked.to_dict(), "fold_pipelined": True})
+    assert fold_settings(pipelined) == FoldSettings(tau=(0.2,), recheck=True, pipelined=True)
+    assert pipelined.cell_key != rechecked.cell_key
+    assert pipelined.reference() == rechecked.reference()
+    for kept in (rechecked, pipelined, at_zero):
         assert kept.claim == "exact"
         assert kept.keeps_to_reference
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlmgrid.kernels.specfold import FoldLayout
 from dlmgrid.workers.engine.engine import Engine, load_engine
-from dlmgrid.workers.folding.fold import FoldBranches, FoldSettings
+from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
 
 LENGTH = 8
@@ -97,12 +98,17 @@ def test_tau_by_layer(engine: Engine) -> None:
         run(engine, (0.0,) * 7)
 
 
+def layout(parents: list[int], slots: list[int]) -> FoldLayout:
+    starts = [0] * len(slots)
+    return FoldLayout(parents=parents, slots=slots, starts=starts, block_length=8, taus=(1.0,), gate="parent")
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tau \[-1\]"):
         FoldSettings(tau=(-1,))
     with pytest.raises(ValueError, match="gate 'root'"):
         FoldSettings(tau=(0.1,), gate="root")
     with pytest.raises(ValueError, match="fold parent 2"):
-        FoldBranches([-1, 2, 0], [0, 0, 0], [0, 0, 0], torch.device("cpu"))
+        layout([-1, 2, 0], [0, 0, 0])
     with pytest.raises(ValueError, match="fold parent 0"):
-        FoldBranches([-1, 0], [0, 1], [0, 0], torch.device("cpu"))
+        layout([-1, 0], [0, 1])
