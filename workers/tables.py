@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from dlmgrid.workers.cell import CELL_FIELDS
 from dlmgrid.workers.errors import InputError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _column(name: str, kind: pa.DataType, *, deterministic: bool = True, nullable: bool = True) -> pa.Field:

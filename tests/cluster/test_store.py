@@ -24,7 +24,7 @@ from dlmgrid.cluster.store import Store, load
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.shard import RejectedShardError, read_shard
-from dlmgrid.workers.tables import GENERATIONS, write_table
+from dlmgrid.workers.tables import GENERATIONS, SCHEMA_VERSION, write_table
 from dlmgrid.workers.testing.fake_catalog import write_fake_checkpoint
 
 SETTINGS = UnitSettings(run_id="r", device="cpu", items_per_unit=4)
@@ -218,7 +218,7 @@ def test_damage_in_the_middle_of_the_manifest_and_another_version_are_named(
     with pytest.raises(InputError, match=r"manifest.jsonl:1: damaged .* they are adopted"):
         Store(store.out).load(repair=True)
     manifest.write_text(json.dumps({**json.loads(lines[0]), "schema_version": 0}) + "\n")
-    with pytest.raises(InputError, match=r"schema version 0, this is 1; use a new --out"):
+    with pytest.raises(InputError, match=rf"schema version 0, this is {SCHEMA_VERSION}; use a new --out"):
         Store(store.out).load(repair=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.run_folder import open_run, read_generations, read_inputs, read_manifest
+from dlmgrid.workers.tables import SCHEMA_VERSION
 from dlmgrid.workers.testing.stored_rows import commit_items, make_row, small_cell, write_run
 
 
@@ -28,7 +29,15 @@ def test_blank_lines_and_a_torn_last_line_are_no_damage(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["garbage", "[]", "5", '{"dropped": ["x"]}', '{"inputs": 3, "schema_version": 1}', "[" * 100_000]
+    "line",
+    [
+        "garbage",
+        "[]",
+        "5",
+        '{"dropped": ["x"]}',
+        f'{{"inputs": 3, "schema_version": {SCHEMA_VERSION}}}',
+        "[" * 100_000,
+    ],
 )
 def test_a_damaged_line_is_named(out: Path, line: str) -> None:
     with (out / "manifest.jsonl").open("a") as manifest:
@@ -49,8 +58,8 @@ def test_a_line_of_wrong_types_is_damaged(out: Path, name: str, value: object) -
 def test_a_manifest_that_is_a_folder_of_another_version_or_gone_is_named(out: Path) -> None:
     manifest = out / "manifest.jsonl"
     text = manifest.read_text()
-    manifest.write_text(text.replace('"schema_version":1', '"schema_version":99'))
-    with pytest.raises(InputError, match="schema version 99, this is 1"):
+    manifest.write_text(text.replace(f'"schema_version":{SCHEMA_VERSION}', '"schema_version":99'))
+    with pytest.raises(InputError, match=f"schema version 99, this is {SCHEMA_VERSION}"):
         open_run(out)
     manifest.unlink()
     with pytest.raises(InputError, match=r"1 files in generations/ and no manifest.jsonl"):
