@@ -21,10 +21,12 @@ def store(
     mask = row_mask[:, None] & output_mask[None, :]
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        total = silu(total) * upper
     if HAS_RESIDUAL:
         at = residual + rows[:, None].to(tl.int64) * residual_stride + outputs[None, :]
-        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        added = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        # spelt out: left to the compiler, one tile would round between product and sum and another would not
+        total = tl.fma(silu(total), upper, added) if GATED else total + added
+    elif GATED:
+        total = silu(total) * upper
     at = out + rows[:, None].to(tl.int64) * out_stride + outputs[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=mask)
