@@ -15,13 +15,12 @@ from typing import Any
 
 from dlmgrid.cluster.cells import CellWork, Model, Questions, check_methods, find_benchmark, make_cells
 from dlmgrid.cluster.grid import BenchmarkEntry, Grid
-from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import ALL_METHODS, DIAGNOSTIC_METHODS
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import read_items
+from dlmgrid.workers.items import inputs_file_name, read_items
 from dlmgrid.workers.models.families import FAMILIES
 from dlmgrid.workers.tables import REPLAYS, read_table
 from dlmgrid.workers.trajectories.files import (
@@ -112,6 +111,23 @@ def plan_replay(
             drafter = work.drafter_source
             works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=drafter, records=records))
     return tuple(works)
+
+
+def unrecorded_notes(grid: Grid, works: Sequence[ReplayWork], planned: Mapping[str, int]) -> list[str]:
+    """For each serialized run of a replay, how many of the generations that the grid asks for are not recorded, one
+    line each; none where all are. ``planned`` are the items of each benchmark that the folder knows of."""
+    limits = {entry.name: entry.limit or grid.limit for entry in grid.benchmarks}
+    notes = {}
+    for work in works:
+        cell = work.cell
+        num_items = limits[cell.benchmark] or planned[cell.benchmark]
+        num_asked = num_items * grid.repeats
+        if len(work.keys) < num_asked:
+            notes[cell.reference().cell_key] = (
+                f"{num_asked - len(work.keys)} of {num_asked} generations of {cell.benchmark} at "
+                f"T = {cell.temperature:g} that the grid asks for are not recorded"
+            )
+    return list(notes.values())
 
 
 def needed_records(cell: Cell) -> tuple[str, ...]:

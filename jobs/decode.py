@@ -32,7 +32,7 @@ def command(
     """Decode planned work units here; the next run of the grid adopts the files."""
     from dlmgrid.workers.offline import decode_units
 
-    num_errors = decode_units(
+    decoded = decode_units(
         units, out=out, checkpoint=checkpoint, device=device, num_compared=compare, say=typer.echo
     )
-    return 1 if num_errors else 0
+    return decoded.exit_code

@@ -26,9 +26,10 @@ from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.offline import decode_units, part_of, read_units
+from dlmgrid.workers.offline import decode_units, part_of
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
+from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
 
 GRID: dict[str, Any] = {
@@ -143,7 +144,7 @@ def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path
     )
     show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
     assert [unit.cell.method for unit in read_units(units)] == ["none"]
-    assert decode_units(units, num_compared=1, say=lambda _: None) == 0
+    assert decode_units(units, num_compared=1, say=lambda _: None).exit_code == 0
     (file,) = (out / "staging").iterdir()
     verdicts = pq.read_table(file, columns=["exact_tokens", "exact_bits"]).to_pylist()
     assert verdicts == [
