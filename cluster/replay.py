@@ -8,7 +8,7 @@ asked for.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,16 @@ def read_recorded(trajectories: Path) -> Recorded:
 
 
 def plan_replay(
-    grid: Grid, sources: Sources, trajectories: Path, recorded: Recorded, *, num_verified: int
+    grid: Grid,
+    sources: Sources,
+    trajectories: Path,
+    recorded: Recorded,
+    *,
+    num_verified: int,
+    say: Callable[[str], None] = print,
 ) -> tuple[ReplayWork, ...]:
-    """Every canonical cell of the grid, on the serialized run recorded for it.
+    """Every canonical cell of the grid, on the serialized run recorded for it; ``say`` is told how much of what the
+    grid asks for is not recorded.
 
     Raises InputError when a run is not among the recorded ones (naming the settings that differ), a repeat is
     missing, a method does not exist, or the verification leaves the serialized path.
@@ -88,11 +95,20 @@ def plan_replay(
             )
     models, fingerprints = _recorded_models(grid, recorded, trajectories)
     questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
+    limits = {(entry.name, entry.num_fewshot): entry.limit or grid.limit or 0 for entry in grid.benchmarks}
+    notes: dict[str, str] = {}
     works = []
     files = files_by_cell(trajectories)
     for work in make_cells(grid, models, questions, fingerprints, trajectories / "inputs"):
         keys = _recorded_keys(recorded, work, trajectories)
-        records = needed_records(work.cell)
+        cell = work.cell
+        num_asked = max(len(work.keys), limits[cell.benchmark, cell.num_fewshot] * grid.repeats)
+        if len(keys) < num_asked:
+            notes[cell.reference().cell_key] = (
+                f"{num_asked - len(keys)} of {num_asked} generations asked for are not recorded: {cell.benchmark} at "
+                f"T = {cell.temperature:g}, decoder {cell.decoder}"
+            )
+        records = needed_records(cell)
         for path in files.get(work.cell.reference().cell_key, []):
             wanted_columns(path, open_trajectories(path), records)
         if num_verified:
@@ -110,24 +126,9 @@ def plan_replay(
         else:
             drafter = work.drafter_source
             works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=drafter, records=records))
+    for note in notes.values():
+        say(f"note: {note}")
     return tuple(works)
-
-
-def unrecorded_notes(grid: Grid, works: Sequence[ReplayWork], planned: Mapping[str, int]) -> list[str]:
-    """For each serialized run of a replay, how many of the generations that the grid asks for are not recorded, one
-    line each; none where all are. ``planned`` are the items of each benchmark that the folder knows of."""
-    limits = {entry.name: entry.limit or grid.limit for entry in grid.benchmarks}
-    notes = {}
-    for work in works:
-        cell = work.cell
-        num_items = limits[cell.benchmark] or planned[cell.benchmark]
-        num_asked = num_items * grid.repeats
-        if len(work.keys) < num_asked:
-            notes[cell.reference().cell_key] = (
-                f"{num_asked - len(work.keys)} of {num_asked} generations of {cell.benchmark} at "
-                f"T = {cell.temperature:g} that the grid asks for are not recorded"
-            )
-    return list(notes.values())
 
 
 def needed_records(cell: Cell) -> tuple[str, ...]:

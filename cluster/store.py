@@ -9,7 +9,7 @@
     OUT/damaged/      committed files that were found changed, kept aside
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit and per file of inputs/: decides what exists
-    OUT/progress.json  run.json  run.lock
+    OUT/progress.json  run.json  run.lock  staging.lock  units.lock
 
 A commit renames a staged file and then appends its manifest line, both synced. A crash between the two
 leaves a file that the manifest does not name: the next start moves it back to staging, reads it and adopts

@@ -48,10 +48,9 @@ def command(
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
     if out.suffix != ".json" or not out.parent.is_dir():
         raise InputError(f"--out {out}: give a .json file in a folder that exists")
-    foreign = {
-        "spiffy": {"--checkpoint": checkpoint, "--max-rise": max_rise, "--device": device},
-        "spot_gamma": {"--selection": selection},
-    }[method]
+    of_spiffy = {"--selection": selection}
+    of_gamma = {"--checkpoint": checkpoint, "--max-rise": max_rise, "--device": device}
+    foreign = of_gamma if method == "spiffy" else of_spiffy
     for name, value in foreign.items():
         if value is not None:
             raise InputError(f"{name} is no option of --method {method}; leave it out")

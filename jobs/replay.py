@@ -33,7 +33,12 @@ def command(
     """Replay the methods of a grid on recorded runs: forwards, acceptance, drafted nodes and rows, exactly."""
     recorded = read_recorded(trajectories)
     works = plan_replay(
-        read_grid(grid).grid, installed_sources(), trajectories, recorded, num_verified=verify
+        read_grid(grid).grid,
+        installed_sources(),
+        trajectories,
+        recorded,
+        num_verified=verify,
+        say=lambda text: typer.echo(text, err=True),
     )
     plan = ReplayPlan(
         trajectories=str(trajectories.absolute()),

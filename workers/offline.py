@@ -81,7 +81,7 @@ def rebase(unit: WorkUnit, out: Path | None, checkpoint: Path | None, device: st
         drafter_path=move(unit.drafter_path),
     )
     cell = moved.cell
-    if moved.device != "cpu" and cell.numerics == "exact" and cell.kernels == "torch":
+    if moved.device.startswith("cuda") and cell.numerics == "exact" and cell.kernels == "torch":
         raise InputError(
             f"device {moved.device}: numerics: exact on a GPU needs kernels: triton (the torch twins fix their bits on "
             "the CPU only); plan with kernels: triton, or with numerics: fast"

@@ -23,12 +23,10 @@ except ImportError:  # Windows has none
 def alone_in_staging(out: Path) -> Iterator[None]:
     """Hold ``OUT/staging`` for a run. Raises InputError while a decoder of planned units writes there."""
     with _opened(out / "staging.lock") as descriptor:
-        if fcntl is not None:
-            if not _try(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                raise InputError(
-                    f"{out}: planned units are being decoded into its staging/; wait for dlmgrid decode to end, or "
-                    "stop it"
-                )
+        if not _take(descriptor):
+            raise InputError(
+                f"{out}: planned units are being decoded into its staging/; wait for dlmgrid decode to end, or stop it"
+            )
         yield
 
 
@@ -39,16 +37,14 @@ def decoding_units(out: Path, unit_keys: Sequence[str]) -> Iterator[None]:
     Raises InputError while a run writes there, or another decoder holds one of the units.
     """
     with _opened(out / "staging.lock") as shared, _opened(out / "units.lock") as units:
-        if fcntl is not None:
-            if not _try(fcntl.flock, shared, fcntl.LOCK_SH | fcntl.LOCK_NB):
-                raise InputError(f"{out} is being written by a run; wait for it, or stop it")
-            kind = fcntl.LOCK_EX | fcntl.LOCK_NB
-            taken = [key for key in unit_keys if not _try(fcntl.lockf, units, kind, 1, int(key[:15], 16))]
-            if taken:
-                raise InputError(
-                    f"{out}: {len(taken)} of these {len(unit_keys)} units are being decoded by another process; give "
-                    "each process a --part of its own, or wait"
-                )
+        if not _take(shared, is_shared=True):
+            raise InputError(f"{out} is being written by a run; wait for it, or stop it")
+        taken = [key for key in unit_keys if not _take(units, at=int(key[:15], 16))]
+        if taken:
+            raise InputError(
+                f"{out}: {len(taken)} of these {len(unit_keys)} units are being decoded by another process; give each "
+                "process a --part of its own, or wait"
+            )
         yield
 
 
@@ -66,10 +62,16 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _try(lock: object, *arguments: int) -> bool:
-    """Whether a lock is free or there are none here."""
+def _take(descriptor: int, *, is_shared: bool = False, at: int | None = None) -> bool:
+    """Take the lock of a whole file, or of its byte ``at``. False where another process has it."""
+    if fcntl is None:
+        return True
+    kind = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     try:
-        lock(*arguments)  # type: ignore[operator]
+        if at is None:
+            fcntl.flock(descriptor, kind)
+        else:
+            fcntl.lockf(descriptor, kind, 1, at)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False

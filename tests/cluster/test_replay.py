@@ -304,6 +304,18 @@ def test_a_limit_takes_the_first_items_in_the_order_of_the_benchmark(recorded: P
         assert f'"item_id": "{work.keys[0].item_id}"' in first
 
 
+def test_what_is_asked_for_and_not_recorded_is_said(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(recorded, tmp_path)
+    assert capsys.readouterr().out == ""
+    plan(recorded, tmp_path, limit=50, temperatures=[0])
+    printed = capsys.readouterr().out
+    assert printed == (
+        "note: 48 of 50 generations asked for are not recorded: words at T = 0, decoder static\n"
+    )
+
+
 def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(
     write_grid: Callable[..., Path],
     make_works: Callable[..., Any],
