@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmgrid.cluster.cells import CellWork, Model, Questions, check_methods, find_benchmark, make_cells
+from dlmgrid.cluster.decoder_text import decoder_text
 from dlmgrid.cluster.grid import BenchmarkEntry, Grid
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
@@ -106,7 +107,7 @@ def plan_replay(
         if len(keys) < num_asked:
             notes[cell.reference().cell_key] = (
                 f"{num_asked - len(keys)} of {num_asked} generations asked for are not recorded: {cell.benchmark} at "
-                f"T = {cell.temperature:g}, decoder {cell.decoder}"
+                f"T = {cell.temperature:g}, {decoder_text(cell.reference().to_dict())}"
             )
         records = needed_records(cell)
         for path in files.get(work.cell.reference().cell_key, []):

@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dlmgrid.workers.cell import CELL_FIELDS, DEFAULT_COMPARISON
+from dlmgrid.cluster.decoder_text import NAMED, decoder_text
+from dlmgrid.workers.cell import CELL_FIELDS
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
 from dlmgrid.workers.drafting.spiffy_graph import load_graph
 from dlmgrid.workers.errors import InputError
@@ -33,12 +34,7 @@ OF_METHOD = (
 )  # fmt: skip
 """Settings of a drafter beside its name, file and budget."""
 
-OF_DECODER = (
-    "decoder", "threshold", "comparison", "factor", "commits_per_step", "verification", "fused_commit", "window",
-)  # fmt: skip
-"""Settings that the decoder's text names wherever they are not the default."""
-
-_NAMED = ("model", "temperature", "method", "drafter_fingerprint", "budget", *OF_METHOD, *OF_DECODER)
+_SHOWN_APART = ("model", "temperature", "method", "drafter_fingerprint", "budget", *OF_METHOD, *NAMED)
 
 Row = Mapping[str, Any]
 
@@ -151,7 +147,7 @@ def study_lines(rows: Sequence[Row], names: Mapping[str, str]) -> list[Line]:
     for row in rows:
         key = tuple(row[name] for name in identity)
         groups.setdefault(key, {}).setdefault(row["benchmark"], []).append(row)
-    shown = [name for name in identity if name not in _NAMED and _differs(rows, name, "model")]
+    shown = [name for name in identity if name not in _SHOWN_APART and _differs(rows, name, "model")]
     variants = [name for name in OF_METHOD if _differs(rows, name, "method")]
     models = _model_names(rows)
     drafters = _unclashing(names)
@@ -164,7 +160,7 @@ def study_lines(rows: Sequence[Row], names: Mapping[str, str]) -> list[Line]:
                 passes=Passes(
                     model=models[first["model"]],
                     temperature=first["temperature"],
-                    rule=_rule(first),
+                    rule=decoder_text(first),
                     settings=_settings(first, shown),
                 ),
                 drafter=_drafter(first, drafters),
@@ -337,23 +333,6 @@ def _unclashing(names: Mapping[str, str]) -> dict[str, str]:
         fingerprint: f"{name} {fingerprint[:6]}" if count[name] > 1 else name
         for fingerprint, name in names.items()
     }
-
-
-def _rule(row: Row) -> str:
-    """The decoder, with each of ``OF_DECODER`` that is not its default."""
-    parts = [row["decoder"]]
-    parts += [f"{row[name]:g}" for name in ("threshold", "factor") if row[name] is not None]
-    if row["comparison"] not in (None, DEFAULT_COMPARISON):
-        parts.append(row["comparison"])
-    if row["commits_per_step"] != 1:
-        parts.append(str(row["commits_per_step"]))
-    if row["verification"] != "coupled":
-        parts.append(row["verification"])
-    if row["fused_commit"]:
-        parts.append("fused")
-    if row["window"]:
-        parts.append(f"window {row['window']}")
-    return " ".join(parts)
 
 
 def _settings(row: Row, names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
+from dlmgrid.cluster.decoder_text import decoder_text
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.out_folder import check_out
@@ -32,7 +33,6 @@ from dlmgrid.cluster.run import (
 )
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
-from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
@@ -178,7 +178,7 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
             f"{cell.model}@{cell.revision}" if cell.revision else cell.model,
             cell.benchmark,
             f"{cell.temperature:g}",
-            _decoder_text(cell),
+            decoder_text(cell.to_dict()),
             cell.method,
             str(cell.budget),
             str(len(work.keys)),
@@ -189,21 +189,6 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
     Console(width=160).print(table)
     if len(works) > MAX_CELLS_SHOWN:
         typer.echo(f"… and {len(works) - MAX_CELLS_SHOWN} more cells")
-
-
-def _decoder_text(cell: Cell) -> str:
-    """The decoder with the settings that are not its defaults: ``threshold 0.9 fast_dllm fused``."""
-    parts = [cell.decoder]
-    parts += [f"{value:g}" for value in (cell.threshold, cell.factor) if value is not None]
-    if cell.commits_per_step != 1:
-        parts.append(str(cell.commits_per_step))
-    if cell.comparison not in (None, DEFAULT_COMPARISON):
-        parts.append(str(cell.comparison))
-    if cell.fused_commit:
-        parts.append("fused")
-    if cell.window:
-        parts.append(f"window {cell.window}")
-    return " ".join(parts)
 
 
 def _print_totals(works: Sequence[CellWork], chains: Sequence[Chain], store: Store | None) -> None:

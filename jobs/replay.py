@@ -13,12 +13,12 @@ import typer
 from rich import box
 from rich.table import Table
 
+from dlmgrid.cluster.decoder_text import decoder_text
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.out_folder import ExitCode, check_out
 from dlmgrid.cluster.replay import ReplaySummary, plan_replay, read_recorded, replay_grid, summarise
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.jobs.console import table_console
-from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 
 
@@ -67,12 +67,11 @@ def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
         table.add_column(name, justify="left" if left else "right")
     for summary in summaries:
         cell = summary.cell
-        decoder = cell.decoder if cell.threshold is None else f"{cell.decoder} {cell.threshold:g}"
         table.add_row(
             Path(cell.model).name,
             cell.benchmark,
             f"{cell.temperature:g}",
-            _with_passes(decoder, cell),
+            decoder_text(cell.to_dict()),
             cell.method,
             str(cell.budget),
             str(summary.num_rows),
@@ -86,15 +85,3 @@ def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
             f"{summary.num_agreeing}/{summary.num_live}" if summary.num_live else "–",
         )
     return table
-
-
-def _with_passes(decoder: str, cell: Cell) -> str:
-    """The decoder's name with the settings that tell its cells apart."""
-    parts = [decoder]
-    if cell.commits_per_step != 1:
-        parts.append(str(cell.commits_per_step))
-    if cell.fused_commit:
-        parts.append("fused")
-    if cell.window:
-        parts.append(cell.window)
-    return " ".join(parts)

@@ -311,9 +311,7 @@ def test_what_is_asked_for_and_not_recorded_is_said(
     assert capsys.readouterr().out == ""
     plan(recorded, tmp_path, limit=50, temperatures=[0])
     printed = capsys.readouterr().out
-    assert printed == (
-        "note: 48 of 50 generations asked for are not recorded: words at T = 0, decoder static\n"
-    )
+    assert printed == ("note: 48 of 50 generations asked for are not recorded: words at T = 0, static\n")
 
 
 def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(

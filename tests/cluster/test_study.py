@@ -126,6 +126,8 @@ def _another(value: object) -> object:
 def test_factors_gammas_and_models_of_one_last_name_read_differently() -> None:
     factors = [row("ssd", 8, 10, decoder="factor", factor=factor) for factor in (0.1, 8)]
     assert [line.passes.decoder for line in study_lines(factors, {})] == ["factor 0.1", "factor 8"]
+    near = [row("ssd", 8, 10, decoder="threshold", threshold=value) for value in (0.9, 0.90000001)]
+    assert len({line.passes.decoder for line in study_lines(near, {})}) == 2
     gammas = [row("spot_gamma", 20, 43, gamma=gamma) for gamma in (0.1, 0.2)]
     lines = study_lines([row("spot", 20, 40), *gammas], {})
     assert [line.method for line in lines] == ["spot", "spot_gamma gamma 0.1", "spot_gamma gamma 0.2"]
