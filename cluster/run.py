@@ -190,7 +190,7 @@ class _Run:
             works = recorded_works(works, store, asked.grid.record)
             store.mark_recording()
         else:
-            refuse_unrecorded_work(store, works)
+            refuse_unrecorded_work(store, works, retry_failed=request.retry_failed)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -272,12 +272,14 @@ def recorded_works(
     return references
 
 
-def refuse_unrecorded_work(store: Store, works: Sequence[CellWork]) -> None:
+def refuse_unrecorded_work(store: Store, works: Sequence[CellWork], *, retry_failed: bool = False) -> None:
     """Raises InputError where draft-free rows would be decoded without their steps into a folder of recorded runs,
     which no replay could read any more."""
-    missing = sum(
-        len(store.missing(work.cell.cell_key, work.keys)) for work in works if work.cell.is_reference
-    )
+    references = [work for work in works if work.cell.is_reference]
+    missing = sum(len(store.missing(work.cell.cell_key, work.keys)) for work in references)
+    if retry_failed:
+        shards = [shard for work in references for shard in store.shards_of(work.cell.cell_key, work.keys)]
+        missing += sum(len(shard.failed) for shard in shards)
     if store.is_recording and missing:
         raise InputError(
             f"{store.out} is a folder of recorded runs, and {missing} draft-free rows of this grid would be decoded "

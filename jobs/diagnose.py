@@ -14,6 +14,7 @@ from dlmgrid.cluster.replay import read_recorded
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.jobs.console import table_console
 from dlmgrid.workers.tables import DIAGNOSES, read_table
+from dlmgrid.workers.trajectories.files import unrecorded_text
 
 TITLES = {
     "stale_token_hit": "stale token is committed",
@@ -39,6 +40,8 @@ def command(
 ) -> None:
     """Show how long stale tokens and a stale order hold, and what oracles would give; no model is needed."""
     read_recorded(trajectories)
+    if missing := unrecorded_text(trajectories):
+        typer.echo(f"note: {missing}", err=True)
     out = trajectories / "diagnoses.parquet"
     run_worker_module(
         "dlmgrid.workers.trajectories.diagnose_process", [str(trajectories), str(out)], "diagnosing"

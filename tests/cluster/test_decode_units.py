@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dlmgrid.cluster.plan import UnitSettings, plan_chains
+from dlmgrid.cluster.run import refuse_unrecorded_work
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.jobs.plan import show_plan
@@ -137,6 +139,25 @@ def test_recording_into_a_folder_of_plain_rows_is_refused_and_loses_none(
     with pytest.raises(InputError, match="decoded without a recording; take them in with dlmgrid run"):
         store.recover(records=())
     assert sorted((tmp_path / "out" / "staging").iterdir()) == staged and staged
+
+
+def test_failed_rows_of_a_recording_are_not_run_again_without_a_recording(
+    write_grid: Callable[..., Path],
+    make_works: Callable[..., Any],
+    write_data: Callable[..., Path],
+    run_units: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    data = write_data(2, {1: {"prompt_fits": False}})
+    works = make_works(write_grid(methods=["none"], temperatures=[0]), tmp_path / "out", data)
+    store = Store(tmp_path / "out")
+    store.mark_recording()
+    run_units(store, plan_chains(works, store, UnitSettings(run_id="test", device="cpu")))
+    refuse_unrecorded_work(store, works)
+    with pytest.raises(
+        InputError, match="1 draft-free rows of this grid would be decoded without a recording"
+    ):
+        refuse_unrecorded_work(store, works, retry_failed=True)
 
 
 HOLDER = """
