@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def command(
     """Calibrate a drafter on recorded draft-free runs. Runs of test items are refused."""
     if method not in METHODS:
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
-    if out.suffix != ".json" or not out.parent.is_dir():
-        raise InputError(f"--out {out}: give a .json file in a folder that exists")
+    check_out_file(out, "--out", ".json", beside=[".svg"] if method == "spiffy" else [])
     if method == "spot_gamma" and checkpoint is None:
         raise InputError("--method spot_gamma needs --checkpoint, the order model that drafts")
     from dlmgrid.workers.runtime import check_device

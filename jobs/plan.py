@@ -21,7 +21,7 @@ from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
-from dlmgrid.cluster.out_folder import check_out
+from dlmgrid.cluster.out_folder import check_out, check_out_file
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
 from dlmgrid.cluster.run import copy_drafters, look_up, recorded_works, refuse_another_grid
 from dlmgrid.cluster.sources import Sources, installed_sources
@@ -71,6 +71,10 @@ def show_plan(
     """
     if units is not None and out is None:
         raise InputError("--units needs --out: the units name files of the output folder")
+    if units is not None:
+        check_out_file(units, "--units")
+        if units.exists() and grid_path.exists() and units.samefile(grid_path):
+            raise InputError(f"--units {units} is the grid file, which it would replace; name another file")
     if out is not None:
         out = check_out(out)
     grid = read_grid(grid_path).grid

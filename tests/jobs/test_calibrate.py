@@ -73,7 +73,7 @@ def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written
         calibrate.command(recorded, "spot_gamma", graph)
     with pytest.raises(InputError, match=r"give a \.json file"):
         calibrate.command(recorded, "spiffy", order)
-    with pytest.raises(InputError, match=r"is a \.safetensors file"):
+    with pytest.raises(InputError, match=r"give a \.safetensors file"):
         train_order.command(recorded, graph)
     with pytest.raises(InputError, match="nothing is recorded at temperature 1"):
         calibrate.command(recorded, "spiffy", graph, temperature=1.0)
