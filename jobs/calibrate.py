@@ -50,6 +50,8 @@ def command(
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
     check_device(device)
+    if method == "spiffy" and temperature is None:
+        _check_one_temperature(trajectories)
     runs = [
         run
         for run in load_trajectories(trajectories)
@@ -61,6 +63,19 @@ def command(
         _calibrate_spiffy(runs, out, budget, selection)
     else:
         _calibrate_gamma(runs, out, budget, checkpoint, max_rise, device)
+
+
+def _check_one_temperature(trajectories: Path) -> None:
+    """Raises InputError for runs at several temperatures, from their names, before their steps are read."""
+    from dlmgrid.workers.trajectories.files import recorded_generations
+
+    found = sorted({generation.cell.temperature for generation in recorded_generations(trajectories)})
+    if len(found) > 1:
+        shown = ", ".join(f"{value:g}" for value in found)
+        raise InputError(
+            f"{trajectories} holds runs at the temperatures {shown}; a draft graph belongs to one: take it by "
+            f"--temperature {found[0]:g}"
+        )
 
 
 def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, selection: str) -> None:

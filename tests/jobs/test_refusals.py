@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlmgrid.cluster.out_folder import check_out, check_out_file
-from dlmgrid.jobs import calibrate, cli, plan, study, train_order, train_sets
+from dlmgrid.jobs import calibrate, cli, decode, plan, study, train_order, train_sets
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.trajectories.files import trajectory_files
 
@@ -127,6 +127,22 @@ def test_units_do_not_replace_their_grid(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is the grid file"):
         plan.command(grid, out=tmp_path / "out", units=grid)
     assert grid.read_text() == "name: test\n"
+
+
+def test_decode_takes_a_part_of_the_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def decode_units(path: Path, **settings: object) -> int:
+        given.append(settings["part"])
+        return 0
+
+    monkeypatch.setattr("dlmgrid.workers.offline.decode_units", decode_units)
+    assert decode.command(tmp_path / "units.json", part="2/4") == 0
+    assert decode.command(tmp_path / "units.json") == 0
+    assert given == [(2, 4), (1, 1)]
+    for part in ("0/4", "5/4", "2", "a/b", "-1/2"):
+        with pytest.raises(InputError, match="give I/N with 1 <= I <= N"):
+            decode.command(tmp_path / "units.json", part=part)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that takes no file, as /proc")
