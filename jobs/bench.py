@@ -120,7 +120,7 @@ class Bench:
             },
             "commit": commit(),
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "out"},
             "ceilings": asdict(self.ceilings),
             "seconds": {},
             "errors": [],

@@ -30,7 +30,7 @@ from dlmgrid.workers.decoding.verification import WalkedSteps
 from dlmgrid.workers.drafting.drafter import DraftInputs
 
 if TYPE_CHECKING:
-    from dlmgrid.workers.decoding.decoder import Target
+    from dlmgrid.workers.decoding.target import Target
 
 
 def count_folds(target: Target, round_: Round) -> None:

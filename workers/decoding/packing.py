@@ -19,7 +19,7 @@ from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.folding.fold import FoldReport, FoldSettings
 
 if TYPE_CHECKING:
-    from dlmgrid.workers.decoding.decoder import Target
+    from dlmgrid.workers.decoding.target import Target
 
 
 @runtime_checkable

@@ -18,10 +18,10 @@ from dlmgrid.workers.models.layout import expected_tensors
 from dlmgrid.workers.models.shards import (
     INDEX_FILE,
     SINGLE_FILE,
+    TensorEntry,
     existing_folder,
     read_entries,
     read_json,
-    tensor_files,
 )
 
 if TYPE_CHECKING:
@@ -103,11 +103,28 @@ def check_checkpoint(folder: Path | str, block_length: int | None = None) -> Mod
 
 
 def stream_tensors(folder: Path | str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder, one shard open at a time, straight to ``device`` in its stored type."""
-    from safetensors import safe_open
+    """Every tensor of the folder in its stored type, shard by shard and one at a time onto ``device``: the host holds
+    no more than the largest. Raises InputError for a file that ends early or a type that torch has not."""
+    for entry in sorted(read_entries(folder), key=lambda entry: (entry.file, entry.start)):
+        yield entry.name, _read_tensor(entry).to(device)
 
-    folder = existing_folder(folder)
-    for file in sorted(set(tensor_files(folder).values())):
-        with safe_open(str(folder / file), framework="pt", device=device) as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
-                yield name, shard.get_tensor(name)
+
+def _read_tensor(entry: TensorEntry) -> Tensor:
+    import torch
+
+    values = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        into = values.numpy().data
+        while len(into):  # one read gives two gigabytes at most
+            count = file.readinto(into)
+            if not count:
+                raise InputError(f"{entry.file}: ends within tensor {entry.name}; download it again")
+            into = into[count:]
+    return values.view(getattr(torch, _TORCH_TYPES[entry.dtype])).reshape(entry.shape)
+
+
+_TORCH_TYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.checkpoint import stream_tensors
 from dlmgrid.workers.models.synthetic import tiny_config, write_random_checkpoint
 from dlmgrid.workers.models.weights import load_weights, weights_from_tensors
@@ -49,3 +51,30 @@ def test_bytes_are_counted_once_and_in_the_type_that_was_asked_for(tmp_path: Pat
 def test_a_missing_tensor_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"model\.embed_tokens"):
         weights_from_tensors({}, tiny_config())
+
+
+def test_streamed_tensors_are_those_of_the_files(tmp_path: Path) -> None:
+    stored = {
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "f32": torch.randn(7),
+        "i64": torch.arange(4).view(2, 2),
+        "bool": torch.tensor([True, False, True]),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    found = dict(stream_tensors(tmp_path))
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1000), "b": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    stream = stream_tensors(tmp_path)
+    next(stream)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(InputError, match=r"model.safetensors: ends within tensor b"):
+        next(stream)
