@@ -52,6 +52,8 @@ def command(
     ] = False,
 ) -> None:
     """Show a grid's cells, keys, work units and cost; decodes nothing."""
+    if units is not None:
+        check_out_file(units, "--units")
     show_plan(grid, installed_sources(), out=out, limit=limit, data=data, units=units, records=record)
 
 
@@ -71,10 +73,6 @@ def show_plan(
     """
     if units is not None and out is None:
         raise InputError("--units needs --out: the units name files of the output folder")
-    if units is not None:
-        check_out_file(units, "--units")
-        if units.exists() and grid_path.exists() and units.samefile(grid_path):
-            raise InputError(f"--units {units} is the grid file, which it would replace; name another file")
     if out is not None:
         out = check_out(out)
     grid = read_grid(grid_path).grid

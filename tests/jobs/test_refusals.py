@@ -13,7 +13,6 @@ import torch
 from dlmgrid.cluster.out_folder import check_out, check_out_file
 from dlmgrid.jobs import calibrate, cli, decode, plan, study, train_order, train_sets
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
-from dlmgrid.workers.trajectories.files import trajectory_files
 
 
 def _ends(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -121,14 +120,6 @@ def test_what_is_written_beside_a_file_is_looked_at_too(tmp_path: Path) -> None:
     assert not (tmp_path / "a.json").exists()
 
 
-def test_units_do_not_replace_their_grid(tmp_path: Path) -> None:
-    grid = tmp_path / "grid.yaml"
-    grid.write_text("name: test\n")
-    with pytest.raises(InputError, match="is the grid file"):
-        plan.command(grid, out=tmp_path / "out", units=grid)
-    assert grid.read_text() == "name: test\n"
-
-
 def test_decode_takes_a_part_of_the_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
 
@@ -149,11 +140,3 @@ def test_decode_takes_a_part_of_the_units(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_output_folder_where_nothing_can_be_made_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be made, /proc is not writable"):
         check_out(Path("/proc/dlmgrid_out"))
-
-
-def test_a_truncated_staged_file_is_named(tmp_path: Path) -> None:
-    for folder in ("staging", "trajectories"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "staging" / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"a\.parquet is not a whole Parquet file of generations"):
-        trajectory_files(tmp_path)

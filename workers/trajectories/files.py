@@ -13,13 +13,11 @@ import pyarrow.parquet as pq
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import (
-    GENERATIONS,
     TRAJECTORIES,
     TRAJECTORY_HIDDEN,
     TRAJECTORY_NEXT_HIDDEN,
     TRAJECTORY_WINDOW,
     check_schema,
-    read_table,
 )
 from dlmgrid.workers.units import Key
 
@@ -65,7 +63,7 @@ def trajectory_files(path: Path) -> list[Path]:
 
 
 def _has_draft_free_rows(generations: Path) -> bool:
-    rows = read_table([str(generations)], GENERATIONS, ["method", "generated_tokens"]).to_pylist()
+    rows = pq.read_table(generations, columns=["method", "generated_tokens"]).to_pylist()
     return any(row["method"] == "none" and row["generated_tokens"] is not None for row in rows)
 
 
