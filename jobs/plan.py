@@ -115,8 +115,8 @@ def show_plan(
         planned = name_files(chains, store)
         units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
         typer.echo(
-            f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))}, then "
-            f"dlmgrid {'record' if records else 'run'}"
+            f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))} "
+            f"(with --part I/N in each of N processes), then dlmgrid {'record' if records else 'run'}"
         )
 
 
