@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.report import load_generations, load_scores
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.benchmarks.lm_eval_catalog import SCORER_NAME, TASKS
@@ -18,7 +17,8 @@ from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.exchange import evalplus_samples, lm_eval_samples
 from dlmgrid.workers.exchange.lm_eval_samples import Answered
-from dlmgrid.workers.items import Item, read_items
+from dlmgrid.workers.items import Item, inputs_file_name, read_items
+from dlmgrid.workers.partial_files import partial_path
 
 FORMATS: dict[str, Mapping[str, Any]] = {
     "lm-eval": TASKS,
@@ -217,7 +217,7 @@ def _metric_values(run_dir: Path) -> dict[tuple[str, str, int], dict[tuple[str, 
 
 
 def _write(path: Path, parts: Iterable[str]) -> None:
-    partial = path.with_name(path.name + ".part")
+    partial = partial_path(path)
     with partial.open("w", encoding="utf-8") as file:
         file.writelines(parts)
     partial.replace(path)

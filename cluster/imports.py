@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlmgrid.cluster.lock import RunLock
-from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.records import RunRecord, new_run_id
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.benchmarks.catalog import get_benchmark
 from dlmgrid.workers.cell import IMPORTED, Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.exchange.answer_files import AnswerFile, read_answers
+from dlmgrid.workers.items import inputs_file_name
 from dlmgrid.workers.rows import Provenance, blank_row
+from dlmgrid.workers.staging_lock import alone_in_staging
 from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
 from dlmgrid.workers.units import Key, WorkUnit
 
@@ -84,16 +85,17 @@ def import_answers(request: ImportRequest, say: Callable[[str], None] = print) -
     lock = RunLock(out / "run.lock", run_id)
     lock.acquire(say=say)
     try:
-        store.load(repair=True, say=say)
-        store.recover(say=say)
-        store.write_inputs(inputs_file_name(benchmark.name, IMPORTED, 0), items)
-        keys = store.missing(cell.cell_key, list(answers.texts))
-        if keys:
-            record = RunRecord(out, run_id, cell.cell_key, "")
-            record.begin()
-            record.set(num_keys=len(keys), num_units=1, num_failed=0)
-            _commit(store, cell, keys, answers, run_id)
-            record.end("done", 0)
+        with alone_in_staging(out):
+            store.load(repair=True, say=say)
+            store.recover(say=say)
+            store.write_inputs(inputs_file_name(benchmark.name, IMPORTED, 0), items)
+            keys = store.missing(cell.cell_key, list(answers.texts))
+            if keys:
+                record = RunRecord(out, run_id, cell.cell_key, "")
+                record.begin()
+                record.set(num_keys=len(keys), num_units=1, num_failed=0)
+                _commit(store, cell, keys, answers, run_id)
+                record.end("done", 0)
     finally:
         lock.release()
     return ImportSummary(

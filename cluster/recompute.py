@@ -18,6 +18,7 @@ from dlmgrid.cluster.check import Check, check_files, compare_again, now, rows_o
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.items import inputs_file_name
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
@@ -68,12 +69,6 @@ def check_recomputed(run_dir: Path, rows: Sequence[Row], device: str) -> list[Ch
         again = _decode_again(stored, checkpoint, inputs, device, run_dir / "drafters")
         checks += [compare_again(row, new) for row, new in zip(stored, again, strict=True)]
     return checks
-
-
-def inputs_file_name(benchmark: str, prompt_version: str, num_fewshot: int) -> str:
-    """The file of ``inputs/`` that holds a benchmark's items in one prompt form, as the driver names it."""
-    form = digest([benchmark, prompt_version, num_fewshot])
-    return f"{benchmark.replace('/', '_')}-{form[:12]}.jsonl"
 
 
 def write_checks(run_dir: Path, name: str, checks: Sequence[Check]) -> Path:

@@ -8,20 +8,19 @@ asked for.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dlmgrid.cluster.cells import CellWork, Model, Questions, check_methods, find_benchmark, make_cells
 from dlmgrid.cluster.grid import BenchmarkEntry, Grid
-from dlmgrid.cluster.recompute import inputs_file_name
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import ALL_METHODS, DIAGNOSTIC_METHODS
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import read_items
+from dlmgrid.workers.items import inputs_file_name, read_items
 from dlmgrid.workers.models.families import FAMILIES
 from dlmgrid.workers.tables import REPLAYS, read_table
 from dlmgrid.workers.trajectories.files import (
@@ -66,9 +65,16 @@ def read_recorded(trajectories: Path) -> Recorded:
 
 
 def plan_replay(
-    grid: Grid, sources: Sources, trajectories: Path, recorded: Recorded, *, num_verified: int
+    grid: Grid,
+    sources: Sources,
+    trajectories: Path,
+    recorded: Recorded,
+    *,
+    num_verified: int,
+    say: Callable[[str], None] = print,
 ) -> tuple[ReplayWork, ...]:
-    """Every canonical cell of the grid, on the serialized run recorded for it.
+    """Every canonical cell of the grid, on the serialized run recorded for it; ``say`` is told how much of what the
+    grid asks for is not recorded.
 
     Raises InputError when a run is not among the recorded ones (naming the settings that differ), a repeat is
     missing, a method does not exist, or the verification leaves the serialized path.
@@ -89,11 +95,20 @@ def plan_replay(
             )
     models, fingerprints = _recorded_models(grid, recorded, trajectories)
     questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
+    limits = {(entry.name, entry.num_fewshot): entry.limit or grid.limit or 0 for entry in grid.benchmarks}
+    notes: dict[str, str] = {}
     works = []
     files = files_by_cell(trajectories)
     for work in make_cells(grid, models, questions, fingerprints, trajectories / "inputs"):
         keys = _recorded_keys(recorded, work, trajectories)
-        records = needed_records(work.cell)
+        cell = work.cell
+        num_asked = max(len(work.keys), limits[cell.benchmark, cell.num_fewshot] * grid.repeats)
+        if len(keys) < num_asked:
+            notes[cell.reference().cell_key] = (
+                f"{num_asked - len(keys)} of {num_asked} generations asked for are not recorded: {cell.benchmark} at "
+                f"T = {cell.temperature:g}, decoder {cell.decoder}"
+            )
+        records = needed_records(cell)
         for path in files.get(work.cell.reference().cell_key, []):
             wanted_columns(path, open_trajectories(path), records)
         if num_verified:
@@ -111,6 +126,8 @@ def plan_replay(
         else:
             drafter = work.drafter_source
             works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=drafter, records=records))
+    for note in notes.values():
+        say(f"note: {note}")
     return tuple(works)
 
 

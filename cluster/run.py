@@ -43,6 +43,7 @@ from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import MAY_OPEN_NOTHING
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.staging_lock import alone_in_staging
 from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
 
 
@@ -126,7 +127,8 @@ def run_grid(request: RunRequest) -> ExitCode:
     lock = RunLock(out / "run.lock", run_id)
     lock.acquire(say=request.say)
     try:
-        return _Run(request, asked, store, run_id).execute()
+        with alone_in_staging(out):
+            return _Run(request, asked, store, run_id).execute()
     finally:
         lock.release()
 
@@ -145,7 +147,8 @@ class _Run:
     def execute(self) -> ExitCode:
         store, record = self._store, self._record
         store.load(repair=True, say=self._request.say)
-        store.recover(say=self._request.say)
+        records = tuple(self._asked.grid.record) if self._request.records else None
+        store.recover(records=records, say=self._request.say)
         record.begin()
         try:
             with _signals(_interrupt):
@@ -195,6 +198,9 @@ class _Run:
         refuse_another_grid(store, works)
         if request.records:
             works = recorded_works(works, store, asked.grid.record)
+            store.mark_recording()
+        else:
+            refuse_unrecorded_work(store, works)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
@@ -274,6 +280,19 @@ def recorded_works(
         refuse_unrecorded(store, references, records)
     refuse_idle_steps(references)
     return references
+
+
+def refuse_unrecorded_work(store: Store, works: Sequence[CellWork]) -> None:
+    """Raises InputError where draft-free rows would be decoded without their steps into a folder of recorded runs,
+    which no replay could read any more."""
+    missing = sum(
+        len(store.missing(work.cell.cell_key, work.keys)) for work in works if work.cell.is_reference
+    )
+    if store.is_recording and missing:
+        raise InputError(
+            f"{store.out} is a folder of recorded runs, and {missing} draft-free rows of this grid would be decoded "
+            "without a recording; use dlmgrid record (dlmgrid plan --record), or choose another --out"
+        )
 
 
 def refuse_idle_steps(works: Sequence[CellWork]) -> None:

@@ -9,7 +9,7 @@
     OUT/damaged/      committed files that were found changed, kept aside
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit and per file of inputs/: decides what exists
-    OUT/progress.json  run.json  run.lock
+    OUT/progress.json  run.json  run.lock  staging.lock  units.lock
 
 A commit renames a staged file and then appends its manifest line, both synced. A crash between the two
 leaves a file that the manifest does not name: the next start moves it back to staging, reads it and adopts
@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 from dlmgrid.cluster.records import read_record
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, encode_items, read_items, write_items
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.run_folder import (
     MANIFEST,
     InputsFile,
@@ -44,6 +45,7 @@ from dlmgrid.workers.run_folder import (
 )
 from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
 from dlmgrid.workers.tables import GENERATIONS, read_table, write_table
+from dlmgrid.workers.trajectories.files import has_draft_free_rows, is_recorded
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 FOLDERS = ("grids", "inputs", "drafters", "staging", "generations", "attempts", "runs", "scores", "checks")
@@ -63,6 +65,7 @@ class Store:
         self._inputs: dict[str, InputsFile] = {}
         self._num_torn = 0
         self._shards: dict[str, Shard] = {}
+        self._staged: dict[str, Path] = {}
         self._unit_of_key: dict[str, dict[Key, str]] = {}
 
     def create(self) -> None:
@@ -74,6 +77,15 @@ class Store:
             raise InputError(
                 f"{self.out} cannot be written ({error.strerror}); choose another --out"
             ) from error
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the folder is one of recorded runs: draft-free rows count with their trajectories only."""
+        return self.trajectories.is_dir()
+
+    def mark_recording(self) -> None:
+        """Make this a folder of recorded runs."""
+        self.trajectories.mkdir(exist_ok=True)
 
     # --- reading
 
@@ -113,6 +125,14 @@ class Store:
         if dropped and repair:
             self._append(json.dumps({"dropped": unit_key}) + "\n" for unit_key in dropped)
 
+    def load_staged(self, records: Sequence[str] | None = None) -> None:
+        """Take the whole files of ``staging/`` that a run would adopt as stored, where they are; for planning."""
+        for path in sorted(self.staging.glob("*.parquet")) if self.staging.is_dir() else []:
+            shard = self._adoptable(path, records)
+            if shard is not None:
+                self._remember(shard)
+                self._staged[shard.unit_key] = path
+
     @property
     def shards(self) -> Iterable[Shard]:
         return self._shards.values()
@@ -138,7 +158,7 @@ class Store:
         return self._shards[unit_key]
 
     def path_of(self, unit_key: str) -> Path:
-        return shard_path(self.out, unit_key)
+        return self._staged.get(unit_key) or shard_path(self.out, unit_key)
 
     # --- writing
 
@@ -178,7 +198,7 @@ class Store:
     def write_drafter(self, source: Path, target: Path) -> None:
         """Copy a drafter's file to ``target`` in ``drafters/``, whole or not at all; the name says its content."""
         if not target.exists():
-            partial = target.with_name(target.name + ".part")
+            partial = partial_path(target)
             shutil.copyfile(source, partial)
             partial.replace(target)
 
@@ -202,13 +222,24 @@ class Store:
         self._record(shards)
         return rejected
 
-    def recover(self, *, say: Callable[[str], None] = print) -> list[Shard]:
+    def recover(
+        self, *, records: Sequence[str] | None = None, say: Callable[[str], None] = print
+    ) -> list[Shard]:
         """Clear up after a driver that died; returns what was adopted.
 
         Files in ``generations/`` that the manifest does not name go back to ``staging/``. A staged file
-        that is whole and holds only keys that are missing is adopted; everything else in ``staging/`` is
-        removed.
+        that is whole and holds only keys that are missing is adopted, in a folder of recorded runs only with the
+        trajectories of its draft-free rows and all that ``records`` names; everything else in ``staging/`` is
+        removed. ``records`` is None where nothing is to be recorded.
+
+        Raises InputError where something is, and rows wait in ``staging/`` of a folder that is not one of recorded
+        runs.
         """
+        if records is not None and not self.is_recording and any(self.staging.glob("*.parquet")):
+            raise InputError(
+                f"{self.staging} holds rows that were decoded without a recording; take them in with dlmgrid run, or "
+                "record into another --out"
+            )
         for path in (*self.generations.iterdir(), *self.staging.iterdir()):
             if path.is_dir():
                 raise InputError(f"{path} is a folder, and only files belong there; move it away")
@@ -217,7 +248,7 @@ class Store:
                 path.replace(self.staging / path.name)
         adopted: list[Shard] = []
         for path in sorted(self.staging.iterdir()):
-            shard = self._adoptable(path) if path.suffix == ".parquet" else None
+            shard = self._adoptable(path, records) if path.suffix == ".parquet" else None
             if shard is None:
                 path.unlink()
             else:
@@ -268,11 +299,15 @@ class Store:
         self._move_in(path, shard)
         return True
 
-    def _adoptable(self, path: Path) -> Shard | None:
+    def _adoptable(self, path: Path, records: Sequence[str] | None = None) -> Shard | None:
         try:
             shard = read_shard(path)
         except RejectedShardError:
             return None
+        if (self.is_recording or records is not None) and has_draft_free_rows(path):
+            recorded = self.trajectories / f"{shard.unit_key}.parquet"
+            if not is_recorded(recorded, records or ()):
+                return None
         return None if any(self.has(shard.cell_key, key) for key in shard.keys) else shard
 
     def _move_in(self, path: Path, shard: Shard) -> None:

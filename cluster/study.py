@@ -1,5 +1,7 @@
 """The study of drafting methods: replayed rows as one line for each method, budget and temperature, and its goals.
 
+A line pools benchmarks, items and repeats of one experiment: rows that differ in any other setting of their cell
+have lines of their own, with the settings named that tell them apart. Goals compare lines of one experiment only.
 Every number is the mean over benchmarks of a benchmark's own: forwards of a generation, forwards of the serialized run
 over these, drafted states accepted a round, drafted states of a generation. A saving of one method over another is
 1 - forwards / forwards. What SPOT (arXiv 2610.22543) reports is put as goals beside what was measured.
@@ -7,48 +9,78 @@ over these, drafted states accepted a round, drafted states of a generation. A s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dlmgrid.workers.cell import CELL_FIELDS, DEFAULT_COMPARISON
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
 from dlmgrid.workers.drafting.spiffy_graph import load_graph
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import REPLAYS, read_table
 
-COLUMNS = (
-    "model", "benchmark", "method", "drafter_fingerprint", "budget", "temperature", "verification", "decoder",
-    "commits_per_step", "threshold", "window", "fused_commit", "gamma", "item_id", "nfe_total", "nfe_reference",
-    "rounds", "accepted", "drafted_nodes",
+_COUNTS = ("nfe_total", "nfe_reference", "rounds", "accepted", "drafted_nodes")
+COLUMNS = ("cell_key", *CELL_FIELDS, "item_id", "repeat", *_COUNTS)
+
+OF_BENCHMARK = ("prompt_version", "num_fewshot", "gen_length", "steps")
+"""Settings that a benchmark may have its own of. A line pools them, unless some benchmark has several."""
+
+OF_METHOD = (
+    "gamma", "fold_tau", "fold_tau_by_layer", "fold_gate", "fold_recheck", "fold_pipelined", "product_tau",
 )  # fmt: skip
+"""Settings of a drafter beside its name, file and budget."""
+
+OF_DECODER = (
+    "decoder", "threshold", "comparison", "factor", "commits_per_step", "verification", "fused_commit", "window",
+)  # fmt: skip
+"""Settings that the decoder's text names wherever they are not the default."""
+
+_NAMED = ("model", "temperature", "method", "drafter_fingerprint", "budget", *OF_METHOD, *OF_DECODER)
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What is decoded and how, beside the method: the axis along which methods are compared."""
+    """What is decoded and how, beside the method: the axis along which methods are compared.
+
+    ``rule`` is the decoder with its settings, ``settings`` names the others in which the lines of a model differ.
+    """
 
     model: str
     temperature: float
-    decoder: str
+    rule: str
+    settings: str = ""
+
+    @property
+    def decoder(self) -> str:
+        return " ".join(filter(None, (self.rule, self.settings)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A method at a budget. ``nfe_by_benchmark`` are mean forwards of a generation; the rest are means of these and
-    of their like over benchmarks."""
+    """A method at a budget. ``drafter`` is the method with the name of its learned or calibrated part, ``variant``
+    names the method's settings where lines differ in them. ``generations`` are (benchmark, item, repeat);
+    ``nfe_by_benchmark`` are mean forwards of a generation; the rest are means of these and of their like over
+    benchmarks."""
 
     passes: Passes
-    method: str
+    drafter: str
+    variant: str
     budget: int
     num_items: int
+    generations: frozenset[tuple[str, str, int]]
     nfe_by_benchmark: Mapping[str, float]
     ratio: float
     accepted_per_round: float
     drafted_nodes: float
+
+    @property
+    def method(self) -> str:
+        return " ".join(filter(None, (self.drafter, self.variant)))
 
     @property
     def nfe(self) -> float:
@@ -70,16 +102,25 @@ class Goal:
 
 
 def read_replays(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of replays. Raises InputError for a folder without any."""
-    rows: list[dict[str, Any]] = []
+    """The rows of replays, each generation of a cell once.
+
+    Raises InputError for a folder without any, and for two replays of one generation that differ.
+    """
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for folder in folders:
         files = sorted((folder / "replays").glob("*.parquet"))
         if not files:
             raise InputError(
                 f"{folder} holds no replays; make them with dlmgrid replay TRAJ GRID --out {folder}"
             )
-        rows += read_table([str(file) for file in files], REPLAYS, COLUMNS).to_pylist()
-    return rows
+        for row in read_table([str(file) for file in files], REPLAYS, COLUMNS).to_pylist():
+            before = rows.setdefault((row["cell_key"], row["item_id"], row["repeat"]), row)
+            if before != row:
+                raise InputError(
+                    f"{folder}: item {row['item_id']!r} of cell {row['cell_key']} has other counts than in another "
+                    "of these replays; replay both again, or give one of them"
+                )
+    return list(rows.values())
 
 
 def drafter_names(files: Iterable[str]) -> dict[str, str]:
@@ -98,23 +139,41 @@ def drafter_names(files: Iterable[str]) -> dict[str, str]:
 
 
 def study_lines(rows: Sequence[Row], names: Mapping[str, str]) -> list[Line]:
-    """One line for each model, temperature, decoder, method and budget, in this order.
+    """One line for each model, temperature, decoder, method and budget, in this order, and for each value of every
+    other setting in which the rows differ.
 
     Methods of several drafters are told apart by ``names``, else by the first digits of their fingerprint.
     """
-    groups: dict[tuple[Passes, str, int], dict[str, list[Row]]] = {}
+    clashing = [name for name in OF_BENCHMARK if _differs(rows, name, "benchmark")]
+    pooled = ("benchmark", *(name for name in OF_BENCHMARK if name not in clashing))
+    identity = [name for name in CELL_FIELDS if name not in pooled]
+    groups: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        key = (_passes(row), _method(row, names), row["budget"])
+        key = tuple(row[name] for name in identity)
         groups.setdefault(key, {}).setdefault(row["benchmark"], []).append(row)
+    shown = [name for name in identity if name not in _NAMED and _differs(rows, name, "model")]
+    variants = [name for name in OF_METHOD if _differs(rows, name, "method")]
+    models = _model_names(rows)
+    drafters = _unclashing(names)
     lines = []
-    for (passes, method, budget), of_benchmark in groups.items():
+    for of_benchmark in groups.values():
         parts = list(of_benchmark.values())
+        first = parts[0][0]
         lines.append(
             Line(
-                passes=passes,
-                method=method,
-                budget=budget,
+                passes=Passes(
+                    model=models[first["model"]],
+                    temperature=first["temperature"],
+                    rule=_rule(first),
+                    settings=_settings(first, shown),
+                ),
+                drafter=_drafter(first, drafters),
+                variant=_settings(first, variants),
+                budget=first["budget"],
                 num_items=sum(len({row["item_id"] for row in part}) for part in parts),
+                generations=frozenset(
+                    (row["benchmark"], row["item_id"], row["repeat"]) for part in parts for row in part
+                ),
                 nfe_by_benchmark={
                     name: fmean(row["nfe_total"] for row in part) for name, part in of_benchmark.items()
                 },
@@ -135,9 +194,25 @@ def study_lines(rows: Sequence[Row], names: Mapping[str, str]) -> list[Line]:
 
 
 def goals_of(lines: Sequence[Line]) -> list[Goal]:
-    """The goals that ``lines`` say something of, at T = 0."""
+    """The goals that ``lines`` say something of, at T = 0: each group of lines of one model and equal settings over
+    the same generations by itself, named where there are several."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        if line.passes.temperature == 0:
+            key = (line.passes.model, line.passes.settings, line.generations)
+            groups.setdefault(key, []).append(line)
     found: list[Goal] = []
-    at = _by_name([line for line in lines if line.passes.temperature == 0])
+    for (model, settings, generations), group in groups.items():
+        words = (model, settings, f"{len(generations)} generations")
+        prefix = f"{', '.join(filter(None, words))}: " if len(groups) > 1 else ""
+        found += [replace(goal, text=prefix + goal.text) for goal in _goals_of_group(group)]
+    return found
+
+
+def _goals_of_group(lines: Sequence[Line]) -> list[Goal]:
+    found: list[Goal] = []
+    at = {(line.passes.rule, line.method, line.budget): line for line in lines}
+    assert len(at) == len(lines), "lines of one group have names of their own"
     decoders = sorted({decoder for decoder, _, _ in at})
     static = "static" if "static" in decoders else None
     if static is not None:
@@ -208,9 +283,17 @@ def _boundary_goals(at: ByName, plain: Line) -> list[Goal]:
 def _gamma_goals(at: ByName, decoder: str) -> list[Goal]:
     found = []
     for name in _methods(at, decoder, 20, "spot_gamma"):
-        spot = at.get((decoder, name.replace("spot_gamma", "spot", 1), 20))
+        line = at[decoder, name, 20]
+        spot = next(
+            (
+                other
+                for (rule, _, budget), other in at.items()
+                if (rule, budget) == (decoder, 20)
+                and other.drafter == line.drafter.replace("spot_gamma", "spot", 1)
+            ),
+            None,
+        )
         if spot is not None:
-            line = at[decoder, name, 20]
             found += [
                 Goal(
                     text=f"{name} D = 20: NFE above spot",
@@ -234,17 +317,34 @@ def _methods(at: ByName, decoder: str, budget: int, method: str) -> list[str]:
     )
 
 
-def _by_name(lines: Sequence[Line]) -> dict[tuple[str, str, int], Line]:
-    models = sorted({line.passes.model for line in lines})
-    if len(models) > 1:
-        raise InputError(f"the replays are of several models ({', '.join(models)}); give those of one")
-    return {(line.passes.decoder, line.method, line.budget): line for line in lines}
+def _differs(rows: Iterable[Row], name: str, within: str) -> bool:
+    """Whether rows of one value of the column ``within`` differ in the column ``name``."""
+    first: dict[Any, Any] = {}
+    return any(first.setdefault(row[within], row[name]) != row[name] for row in rows)
 
 
-def _passes(row: Row) -> Passes:
+def _model_names(rows: Iterable[Row]) -> dict[str, str]:
+    """Models by their last name, or as the grid names them where last names clash."""
+    models = {row["model"] for row in rows}
+    count = Counter(Path(model).name for model in models)
+    return {model: model if count[Path(model).name] > 1 else Path(model).name for model in models}
+
+
+def _unclashing(names: Mapping[str, str]) -> dict[str, str]:
+    """``names`` by fingerprint, with its first digits where one name is of several drafters."""
+    count = Counter(names.values())
+    return {
+        fingerprint: f"{name} {fingerprint[:6]}" if count[name] > 1 else name
+        for fingerprint, name in names.items()
+    }
+
+
+def _rule(row: Row) -> str:
+    """The decoder, with each of ``OF_DECODER`` that is not its default."""
     parts = [row["decoder"]]
-    if row["threshold"] is not None:
-        parts.append(f"{row['threshold']:g}")
+    parts += [f"{row[name]:g}" for name in ("threshold", "factor") if row[name] is not None]
+    if row["comparison"] not in (None, DEFAULT_COMPARISON):
+        parts.append(row["comparison"])
     if row["commits_per_step"] != 1:
         parts.append(str(row["commits_per_step"]))
     if row["verification"] != "coupled":
@@ -253,10 +353,15 @@ def _passes(row: Row) -> Passes:
         parts.append("fused")
     if row["window"]:
         parts.append(f"window {row['window']}")
-    return Passes(model=Path(row["model"]).name, temperature=row["temperature"], decoder=" ".join(parts))
+    return " ".join(parts)
 
 
-def _method(row: Row, names: Mapping[str, str]) -> str:
+def _settings(row: Row, names: Iterable[str]) -> str:
+    """``name value`` of those that are set; a number in full, so that what differs reads differently."""
+    return ", ".join(f"{name} {row[name]}" for name in names if row[name] not in (None, ""))
+
+
+def _drafter(row: Row, names: Mapping[str, str]) -> str:
     fingerprint = row["drafter_fingerprint"]
     return " ".join(filter(None, (row["method"], names.get(fingerprint, fingerprint[:6]))))
 

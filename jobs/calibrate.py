@@ -27,31 +27,44 @@ def command(
     out: Annotated[Path, typer.Option("--out", help="JSON file to write; spiffy draws FILE.svg beside it.")],
     budget: Annotated[int, typer.Option(min=1, help="Nodes of the graph; the budget γ is chosen at.")] = 20,
     selection: Annotated[
-        str, typer.Option(help="Spiffy: marginal_gain, connected_count or degree_1.")
-    ] = "marginal_gain",
+        str | None,
+        typer.Option(help="Spiffy: marginal_gain (the default), connected_count or degree_1."),
+    ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="SPOT-γ: the order model, a file or `reference`.")
     ] = None,
     max_rise: Annotated[
-        float, typer.Option(min=0, help="SPOT-γ: forwards a generation that the floor may cost.")
-    ] = 4.0,
+        float | None,
+        typer.Option(min=0, help="SPOT-γ: forwards a generation that the floor may cost; default 4."),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Take only the runs recorded at this temperature.")
     ] = None,
-    device: Annotated[str, typer.Option(help="SPOT-γ: cpu or cuda, for the order model.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="SPOT-γ: cpu (the default) or cuda, for the order model.")
+    ] = None,
 ) -> None:
     """Calibrate a drafter on recorded draft-free runs. Runs of test items are refused."""
     if method not in METHODS:
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
     check_out_file(out, "--out", ".json", beside=[".svg"] if method == "spiffy" else [])
+    of_spiffy = {"--selection": selection}
+    of_gamma = {"--checkpoint": checkpoint, "--max-rise": max_rise, "--device": device}
+    foreign = of_gamma if method == "spiffy" else of_spiffy
+    for name, value in foreign.items():
+        if value is not None:
+            raise InputError(f"{name} is no option of --method {method}; leave it out")
     if method == "spot_gamma" and checkpoint is None:
         raise InputError("--method spot_gamma needs --checkpoint, the order model that drafts")
     from dlmgrid.workers.runtime import check_device
+    from dlmgrid.workers.trajectories.files import unrecorded_text
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
-    check_device(device)
+    device = check_device(device or "cpu")
     if method == "spiffy" and temperature is None:
         _check_one_temperature(trajectories)
+    if missing := unrecorded_text(trajectories):
+        typer.echo(f"note: {missing}", err=True)
     runs = [
         run
         for run in load_trajectories(trajectories)
@@ -60,9 +73,9 @@ def command(
     if not runs and temperature is not None:
         raise InputError(f"{trajectories}: nothing is recorded at temperature {temperature:g}")
     if checkpoint is None:
-        _calibrate_spiffy(runs, out, budget, selection)
+        _calibrate_spiffy(runs, out, budget, selection or "marginal_gain")
     else:
-        _calibrate_gamma(runs, out, budget, checkpoint, max_rise, device)
+        _calibrate_gamma(runs, out, budget, checkpoint, 4.0 if max_rise is None else max_rise, device)
 
 
 def _check_one_temperature(trajectories: Path) -> None:

@@ -23,11 +23,18 @@ from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.out_folder import check_out, check_out_file
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
-from dlmgrid.cluster.run import copy_drafters, look_up, recorded_works, refuse_another_grid
+from dlmgrid.cluster.run import (
+    copy_drafters,
+    look_up,
+    recorded_works,
+    refuse_another_grid,
+    refuse_unrecorded_work,
+)
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import DEFAULT_COMPARISON, Cell
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
 
 MAX_CELLS_SHOWN = 1000
@@ -73,6 +80,8 @@ def show_plan(
     """
     if units is not None and out is None:
         raise InputError("--units needs --out: the units name files of the output folder")
+    if units is not None:
+        _check_units(units)
     if out is not None:
         out = check_out(out)
     grid = read_grid(grid_path).grid
@@ -84,6 +93,7 @@ def show_plan(
     if out is not None:
         store = Store(out)
         store.load(repair=False, say=typer.echo)
+        store.load_staged(grid.record if records else None)
         fingerprints = {str(model.folder): sources.weight_fingerprint(model.folder) for model in asked.models}
     inputs = (out or Path()) / "inputs"
     works = make_cells(grid, asked.models, asked.questions, fingerprints, inputs)
@@ -91,6 +101,8 @@ def show_plan(
         refuse_another_grid(store, works)
     if records:
         works = recorded_works(works, store, grid.record)
+    elif store is not None:
+        refuse_unrecorded_work(store, works)
     settings = UnitSettings(
         run_id="planned",
         device=grid.resources.device,
@@ -104,6 +116,8 @@ def show_plan(
     _print_totals(works, chains, store)
     if units is not None and store is not None:
         store.create()
+        if records:
+            store.mark_recording()
         lock = RunLock(store.out / "run.lock", "plan")
         lock.acquire()
         try:
@@ -118,6 +132,19 @@ def show_plan(
             f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))} "
             f"(with --part I/N in each of N processes), then dlmgrid {'record' if records else 'run'}"
         )
+
+
+def _check_units(units: Path) -> None:
+    """Raises InputError for a place that no file of units can be written to, or that holds another file."""
+    if units.is_dir() or not units.absolute().parent.is_dir():
+        raise InputError(f"--units {units}: give a file in a folder that exists")
+    if units.exists():
+        try:
+            read_units(units)
+        except InputError as error:
+            raise InputError(
+                f"--units {units} exists and is no file of work units, so it is not overwritten; give another name"
+            ) from error
 
 
 def name_files(chains: Sequence[Chain], store: Store) -> list[WorkUnit]:

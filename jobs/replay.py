@@ -34,7 +34,12 @@ def command(
     out = check_out(out)
     recorded = read_recorded(trajectories)
     works = plan_replay(
-        read_grid(grid).grid, installed_sources(), trajectories, recorded, num_verified=verify
+        read_grid(grid).grid,
+        installed_sources(),
+        trajectories,
+        recorded,
+        num_verified=verify,
+        say=lambda text: typer.echo(text, err=True),
     )
     plan = ReplayPlan(
         trajectories=str(trajectories.absolute()),

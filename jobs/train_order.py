@@ -37,9 +37,12 @@ def command(
     from dlmgrid.workers.drafting.order_examples import make_examples, split_runs
     from dlmgrid.workers.drafting.order_training import TrainSettings, card_of, train_order
     from dlmgrid.workers.runtime import check_device
+    from dlmgrid.workers.trajectories.files import unrecorded_text
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
     check_device(device)
+    if missing := unrecorded_text(trajectories):
+        typer.echo(f"note: {missing}", err=True)
     runs = list(load_trajectories(trajectories))
     check_calibration(runs)
     settings = TrainSettings(

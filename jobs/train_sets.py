@@ -57,10 +57,13 @@ def command(
         train_sets,
     )
     from dlmgrid.workers.runtime import check_device
+    from dlmgrid.workers.trajectories.files import unrecorded_text
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
     check_device(device)
     refit_of = "" if refit is None else read_set_checkpoint(refit).fingerprint
+    if missing := unrecorded_text(trajectories):
+        typer.echo(f"note: {missing}", err=True)
     runs = list(load_trajectories(trajectories, records=("hidden",)))
     check_calibration(runs)
     target = _only_target(runs)

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,12 @@ class Item:
                 raise InputError(f"item {self.item_id!r}: {name} is of type {found}, not {kind.__name__}")
 
 
+def inputs_file_name(benchmark: str, prompt_version: str, num_fewshot: int) -> str:
+    """The file of ``inputs/`` that holds a benchmark's items in one prompt form, as the driver names it."""
+    form = digest([benchmark, prompt_version, num_fewshot])
+    return f"{benchmark.replace('/', '_')}-{form[:12]}.jsonl"
+
+
 def encode_items(items: Iterable[Item]) -> bytes:
     """Items as JSON lines, each ended by a line feed; documents keep the column order of their source."""
     lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items]
@@ -47,7 +55,7 @@ def encode_items(items: Iterable[Item]) -> bytes:
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Write ``items`` as JSON lines, replacing the file whole. Documents keep the column order of their source."""
-    temporary = path.with_name(path.name + ".part")
+    temporary = partial_path(path)
     temporary.write_bytes(encode_items(items))
     temporary.replace(path)
 

@@ -4,48 +4,42 @@ For machines that have a device but no cluster (a batch queue, a borrowed GPU). 
 --out DIR --units FILE`` wrote. Files land in ``DIR/staging``; the next ``dlmgrid run GRID --out DIR`` adopts them.
 Units of ``dlmgrid plan … --record`` also write ``DIR/trajectories``, which can be replayed and learned from at once;
 the next ``dlmgrid record`` adopts them.
-Units that are already there are left alone, so an interrupted call goes on where it stopped.
+Units whose files are already there, whole, are left alone, so an interrupted call goes on where it stopped. A second
+process on the same units is refused, and so is a run of the folder meanwhile.
+
+Exit codes: 0 done, 1 rows hold an error, 2 bad input, 4 rows that must equal their serialized run do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.workers.drafting.catalog import get_method
+from dlmgrid.workers.errors import DlmgridError, InputError, TransientError
 from dlmgrid.workers.runtime import check_device
+from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
+from dlmgrid.workers.staging_lock import decoding_units
+from dlmgrid.workers.trajectories.files import is_recorded
+from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
-from dlmgrid.workers.units import Key, UnitResult, WorkUnit
+from dlmgrid.workers.units import UnitResult, WorkUnit
 
 
-def read_units(path: Path) -> list[WorkUnit]:
-    """The units of a file. Raises InputError naming the file when it is not one that ``plan`` wrote."""
-    try:
-        return [_unit(values) for values in json.loads(path.read_text(encoding="utf-8"))]
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{path}: no such file; write one with dlmgrid plan GRID --out DIR --units {path}"
-        ) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            f"{path}: not a file of work units ({error}); write it with dlmgrid plan --units"
-        ) from error
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoded:
+    """What the files of decoded units hold: rows with an error, and rows that differ from their serialized run."""
 
+    num_errors: int
+    num_inexact: int
 
-def _unit(values: dict[str, Any]) -> WorkUnit:
-    return WorkUnit(
-        **{
-            **values,
-            "cell": Cell.from_dict(values["cell"]),
-            "keys": tuple(Key(**key) for key in values["keys"]),
-            "reference_shards": tuple(values["reference_shards"]),
-        }
-    )
+    @property
+    def exit_code(self) -> int:
+        """4 where a row is not exact, 1 where one holds an error, 0 otherwise: the codes of ``dlmgrid run``."""
+        return 4 if self.num_inexact else 1 if self.num_errors else 0
 
 
 def part_of(units: Sequence[WorkUnit], number: int, count: int) -> list[WorkUnit]:
@@ -63,22 +57,41 @@ def part_of(units: Sequence[WorkUnit], number: int, count: int) -> list[WorkUnit
 
 
 def rebase(unit: WorkUnit, out: Path | None, checkpoint: Path | None, device: str | None) -> WorkUnit:
-    """The unit with its output folder, checkpoint and device as they are on this machine."""
-    planned = Path(unit.output).parent.parent
+    """The unit with its output folder, checkpoint and device as they are on this machine.
+
+    Raises InputError where its settings do not work there, or its files lie outside the planned folder.
+    """
+    planned = folder_of(unit)
 
     def move(path: str) -> str:
-        return path if out is None else str(out / Path(path).relative_to(planned))
+        if out is None or not path:
+            return path
+        if not Path(path).is_relative_to(planned):
+            raise InputError(f"{path} lies outside the planned folder {planned}; plan the units again")
+        return str(out / Path(path).relative_to(planned))
 
-    return replace(
+    moved = replace(
         unit,
         output=move(unit.output),
         inputs=move(unit.inputs),
         reference_shards=tuple(move(shard) for shard in unit.reference_shards),
-        trajectories=move(unit.trajectories) if unit.trajectories else "",
+        trajectories=move(unit.trajectories),
         checkpoint=unit.checkpoint if checkpoint is None else str(checkpoint),
         device=unit.device if device is None else device,
-        drafter_path=move(unit.drafter_path) if unit.drafter_path else "",
+        drafter_path=move(unit.drafter_path),
     )
+    cell = moved.cell
+    if moved.device.startswith("cuda") and cell.numerics == "exact" and cell.kernels == "torch":
+        raise InputError(
+            f"device {moved.device}: numerics: exact on a GPU needs kernels: triton (the torch twins fix their bits on "
+            "the CPU only); plan with kernels: triton, or with numerics: fast"
+        )
+    return moved
+
+
+def folder_of(unit: WorkUnit) -> Path:
+    """The output folder that a unit was planned for."""
+    return Path(unit.output).parent.parent
 
 
 def decode_units(
@@ -90,34 +103,109 @@ def decode_units(
     num_compared: int | None = None,
     part: tuple[int, int] = (1, 1),
     say: Callable[[str], None] = print,
-) -> int:
-    """Decode every unit of ``path`` that has no file yet; returns how many rows hold an error.
+) -> Decoded:
+    """Decode every unit of ``path`` that has no whole file yet; returns what the files of all of them hold.
 
     ``num_compared`` keys of each draft-free unit are compared with their serialized run, all for None.
     ``part`` (i, n) is the i-th of n disjoint parts, so that n processes share a file of units and a device.
 
-    Raises InputError for a file that is not one of units, and what :meth:`UnitRunner.run` raises.
+    Raises InputError for a file that is not one of units, for a planned folder that is not there, and while a run or
+    another process works on these units; TransientError where the device or torch fails; and what
+    :meth:`UnitRunner.run` raises.
     """
-    units = [
-        replace(rebase(unit, out, checkpoint, device), num_compared=num_compared)
-        for unit in part_of(read_units(path), *part)
-    ]
+    planned = read_units(path)
+    chosen = part_of(planned, *part)
+    if not chosen:
+        where = (
+            f"part {part[0]}/{part[1]} holds none of its {len(planned)} units"
+            if planned
+            else "no units in it"
+        )
+        say(f"{path}: {where}")
+        return Decoded(num_errors=0, num_inexact=0)
+    if checkpoint is not None and len(models := sorted({unit.checkpoint for unit in planned})) > 1:
+        raise InputError(
+            f"--checkpoint is one folder, and {path} is of {len(models)} models; plan them apart"
+        )
+    units = [replace(rebase(unit, out, checkpoint, device), num_compared=num_compared) for unit in chosen]
+    for unit in units:
+        get_method(unit.cell.method)
     for name in sorted({unit.device for unit in units}):
         check_device(name)
+    by_folder: dict[Path, list[str]] = {}
+    for unit in units:
+        by_folder.setdefault(folder_of(unit), []).append(unit.unit_key)
+    with ExitStack() as locks:
+        for folder, unit_keys in by_folder.items():
+            if not folder.is_dir():
+                raise InputError(
+                    f"{folder}: the folder that the units were planned for is not there; bring it here and give its "
+                    "place with --out"
+                )
+            locks.enter_context(decoding_units(folder, unit_keys))
+            try:
+                (folder / "staging").mkdir(exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"{folder} cannot be written ({error.strerror}); choose another --out"
+                ) from error
+        return _decode(units, say)
+
+
+def _decode(units: Sequence[WorkUnit], say: Callable[[str], None]) -> Decoded:
     runners: dict[str, UnitRunner] = {}
-    num_errors = 0
+    num_errors = num_inexact = 0
     for number, unit in enumerate(units, 1):
         cell = unit.cell.canonical()
-        name = f"{cell.benchmark} {cell.method} D={cell.budget} T={cell.temperature:g}"
-        if Path(unit.output).exists():
-            say(f"{number}/{len(units)} {name}: already decoded")
+        label = f"{number}/{len(units)} {cell.benchmark} {cell.method} D={cell.budget} T={cell.temperature:g}"
+        shard = stored_shard(unit)
+        if shard is not None:
+            errors, inexact = len(shard.failed), len(shard.inexact) if cell.keeps_to_reference else 0
+            say(f"{label}: already decoded, {errors} errors, {inexact} not exact")
+        else:
+            runner = runners.setdefault(unit.device, UnitRunner(unit.device, actor="offline"))
+            shards = tuple(_present(unit, shard) for shard in unit.reference_shards)
+            result = _run(runner, replace(unit, reference_shards=shards), label)
+            errors, inexact = result.num_errors, result.num_inexact
+            say(f"{label}: {_summary(result)}")
+        num_errors += errors
+        num_inexact += inexact
+    return Decoded(num_errors=num_errors, num_inexact=num_inexact)
+
+
+def stored_shard(unit: WorkUnit) -> Shard | None:
+    """What the unit's file holds, staged or adopted by a run since; None where it is not whole, is of another unit, or
+    lacks the trajectories that the unit asks for."""
+    adopted = folder_of(unit) / "generations" / f"{unit.unit_key}.parquet"
+    for path in (Path(unit.output), adopted):
+        try:
+            shard = read_shard(path, sync=False)
+        except RejectedShardError:
             continue
-        Path(unit.output).parent.mkdir(parents=True, exist_ok=True)
-        runner = runners.setdefault(unit.device, UnitRunner(unit.device, actor="offline"))
-        result = runner.run(unit)
-        num_errors += result.num_errors
-        say(f"{number}/{len(units)} {name}: {_summary(result)}")
-    return num_errors
+        recorded = Path(unit.trajectories) / f"{unit.unit_key}.parquet"
+        needs_record = unit.trajectories and len(shard.failed) < len(shard.keys)
+        if shard.unit_key == unit.unit_key and (not needs_record or is_recorded(recorded, unit.records)):
+            return shard
+    return None
+
+
+def _present(unit: WorkUnit, shard: str) -> str:
+    """A file of reference rows where it is now: a run moves it from staging/ to generations/."""
+    adopted = folder_of(unit) / "generations" / Path(shard).name
+    return str(adopted) if not Path(shard).exists() and adopted.exists() else shard
+
+
+def _run(runner: UnitRunner, unit: WorkUnit, label: str) -> UnitResult:
+    try:
+        return runner.run(unit)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise InputError(
+            f"{label}: {place}{error.strerror or error}; mend it, then give the command again"
+        ) from error
+    except RuntimeError as error:  # torch's errors, an exhausted device among them
+        text = " ".join(str(error).split())[:500]
+        raise TransientError(f"{label}: {type(error).__name__}: {text}; give the command again") from error
 
 
 def _summary(result: UnitResult) -> str:
@@ -149,7 +237,7 @@ def main() -> int:
     if arguments.compare is not None and arguments.compare < 0:
         parser.exit(2, f"error: --compare {arguments.compare}: give 0 or more\n")
     try:
-        num_errors = decode_units(
+        decoded = decode_units(
             arguments.units,
             out=arguments.out,
             checkpoint=arguments.checkpoint,
@@ -157,9 +245,9 @@ def main() -> int:
             num_compared=arguments.compare,
             part=(int(number), int(count)),
         )
-    except DlmgridError as error:
+    except (DlmgridError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    return 1 if num_errors else 0
+    return decoded.exit_code
 
 
 if __name__ == "__main__":

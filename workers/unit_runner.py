@@ -40,6 +40,7 @@ from dlmgrid.workers.models.checkpoint import read_config
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.families import get_family
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.rows import Provenance, error_row
 from dlmgrid.workers.runtime import device_name, package_versions, runtime_fingerprint
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
@@ -386,7 +387,7 @@ def _record(unit: WorkUnit, rows: Sequence[Row], recorder: TrajectoryRecorder) -
 
 def _write(path: Path, rows: Sequence[Row]) -> tuple[int, str]:
     """Write the file whole or not at all; its size in bytes and its SHA-256."""
-    partial = path.with_name(path.name + ".part")
+    partial = partial_path(path)
     write_table(str(partial), to_table(GENERATIONS, rows))
     with partial.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,9 +26,10 @@ from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.offline import decode_units, part_of, read_units
+from dlmgrid.workers.offline import decode_units, part_of
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
 from dlmgrid.workers.trajectories.plan import ReplayPlan
+from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
 
 GRID: dict[str, Any] = {
@@ -143,7 +144,7 @@ def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path
     )
     show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
     assert [unit.cell.method for unit in read_units(units)] == ["none"]
-    assert decode_units(units, num_compared=1, say=lambda _: None) == 0
+    assert decode_units(units, num_compared=1, say=lambda _: None).exit_code == 0
     (file,) = (out / "staging").iterdir()
     verdicts = pq.read_table(file, columns=["exact_tokens", "exact_bits"]).to_pylist()
     assert verdicts == [
@@ -301,6 +302,18 @@ def test_a_limit_takes_the_first_items_in_the_order_of_the_benchmark(recorded: P
     for work in plan(recorded, tmp_path, limit=1).works:
         assert len(work.keys) == 1
         assert f'"item_id": "{work.keys[0].item_id}"' in first
+
+
+def test_what_is_asked_for_and_not_recorded_is_said(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(recorded, tmp_path)
+    assert capsys.readouterr().out == ""
+    plan(recorded, tmp_path, limit=50, temperatures=[0])
+    printed = capsys.readouterr().out
+    assert printed == (
+        "note: 48 of 50 generations asked for are not recorded: words at T = 0, decoder static\n"
+    )
 
 
 def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dlmgrid.cluster.study import goals_of, read_replays, study_lines
+from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
 
 NAMES = {"aaa": "marginal_gain", "bbb": "degree_1"}
@@ -15,11 +16,13 @@ NAMES = {"aaa": "marginal_gain", "bbb": "degree_1"}
 
 def row(method: str, budget: int, nfe: int, *, benchmark: str = "words", **changes: Any) -> dict[str, Any]:
     """A replayed generation of 100 serialized forwards; its rounds accept two states each."""
-    return {
-        "model": "/data/model", "benchmark": benchmark, "method": method, "drafter_fingerprint": "", "budget": budget,
-        "temperature": 0.0, "verification": "coupled", "decoder": "static", "commits_per_step": 1, "threshold": None,
-        "window": "", "fused_commit": False, "gamma": None, "item_id": "1", "nfe_total": nfe, "nfe_reference": 100,
-        "rounds": 2, "accepted": [1, 3], "drafted_nodes": 30,
+    settings = {"prompt_version": "1", "temperature": 0.0, "block_length": 32, "gen_length": 64}
+    values = {"model": "/data/model", "benchmark": benchmark, "method": method, "budget": budget} | settings
+    of_cell = {name: changes.pop(name) for name in CELL_FIELDS if name in changes}
+    cell = Cell(**(values | of_cell))
+    return cell.to_dict() | {
+        "cell_key": cell.cell_key, "item_id": "1", "repeat": 0, "nfe_total": nfe, "nfe_reference": 100, "rounds": 2,
+        "accepted": [1, 3], "drafted_nodes": 30,
     } | changes  # fmt: skip
 
 
@@ -82,3 +85,73 @@ def test_a_drafted_boundary_is_held_against_plain_draft_free_runs() -> None:
     rows = [row("none", 0, 100), row("spot", 8, 40, **passes)]
     (goal,) = goals_of(study_lines(rows, {}))
     assert (goal.measured, goal.wanted, goal.is_met) == (2.5, 2.7, False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "texts"),
+    [
+        ("gen_length", (64, 32), {"static gen_length 64", "static gen_length 32"}),
+        ("seed", (0, 1), {"static seed 0", "static seed 1"}),
+        ("dtype", ("float32", "bfloat16"), {"static dtype float32", "static dtype bfloat16"}),
+        ("top_k", (None, 5), {"static", "static top_k 5"}),
+        (
+            "weight_fingerprint",
+            ("a1", "b2"),
+            {"static weight_fingerprint a1", "static weight_fingerprint b2"},
+        ),
+    ],
+)
+def test_rows_that_differ_in_a_setting_are_never_pooled(
+    setting: str, values: tuple[object, object], texts: set[str]
+) -> None:
+    rows = [row("ssd", 8, nfe, **{setting: value}) for value, nfe in zip(values, (10, 40), strict=True)]
+    lines = study_lines(rows, {})
+    assert {line.passes.decoder for line in lines} == texts
+    assert sorted(line.nfe for line in lines) == [10, 40]
+
+
+def test_every_setting_of_a_cell_but_the_benchmark_tells_lines_apart() -> None:
+    one = row("ssd", 8, 50)
+    for name in set(CELL_FIELDS) - {"benchmark"}:
+        other = one | {name: "fast_dllm" if name == "comparison" else _another(one[name])}
+        assert len(study_lines([one, other], {})) == 2, name
+
+
+def _another(value: object) -> object:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else 3 if value is None else f"{value}x"
+
+
+def test_factors_gammas_and_models_of_one_last_name_read_differently() -> None:
+    factors = [row("ssd", 8, 10, decoder="factor", factor=factor) for factor in (0.1, 8)]
+    assert [line.passes.decoder for line in study_lines(factors, {})] == ["factor 0.1", "factor 8"]
+    gammas = [row("spot_gamma", 20, 43, gamma=gamma) for gamma in (0.1, 0.2)]
+    lines = study_lines([row("spot", 20, 40), *gammas], {})
+    assert [line.method for line in lines] == ["spot", "spot_gamma gamma 0.1", "spot_gamma gamma 0.2"]
+    texts = [goal.text for goal in goals_of(lines)]
+    assert "spot_gamma gamma 0.2 D = 20: NFE above spot" in texts
+    models = [row("ssd", 8, 10, model=f"/data/{name}/model") for name in "ab"]
+    assert [line.passes.model for line in study_lines(models, {})] == ["/data/a/model", "/data/b/model"]
+    drafters = [row("spiffy", 8, 50, drafter_fingerprint=name) for name in ("aaa", "bbb")]
+    found = study_lines(drafters, {"aaa": "degree_1", "bbb": "degree_1"})
+    assert [line.method for line in found] == ["spiffy degree_1 aaa", "spiffy degree_1 bbb"]
+
+
+def test_a_benchmark_may_have_its_own_length_in_a_line() -> None:
+    rows = [row("ssd", 8, 50), row("ssd", 8, 90, benchmark="functions", gen_length=128)]
+    (line,) = study_lines(rows, {})
+    assert line.passes.decoder == "static" and line.nfe == 70
+
+
+def test_goals_compare_lines_of_one_experiment_only() -> None:
+    lines = study_lines(
+        [row(method, 8, nfe, seed=seed) for seed, method, nfe in
+         ((0, "spot", 40), (0, "ssd", 60), (1, "spot", 80), (1, "ssd", 100))],
+        {},
+    )  # fmt: skip
+    measured = {goal.text: goal.measured for goal in goals_of(lines)}
+    assert measured["model, seed 0, 1 generations: spot D = 8: NFE saved over ssd"] == pytest.approx(1 / 3)
+    assert measured["model, seed 1, 1 generations: spot D = 8: NFE saved over ssd"] == pytest.approx(0.2)
+    apart = study_lines([row("spot", 8, 40), row("ssd", 8, 60), row("ssd", 8, 2, item_id="2")], {})
+    assert not [goal.text for goal in goals_of(apart) if "over ssd" in goal.text]

@@ -83,6 +83,14 @@ def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written
         train_order.command(scored, order)
     with pytest.raises(InputError, match="--method 'ssd' is not calibrated"):
         calibrate.command(recorded, "ssd", graph)
+    for method, options in (
+        ("spiffy", {"checkpoint": "reference"}),
+        ("spiffy", {"max_rise": 2.0}),
+        ("spiffy", {"device": "cpu"}),
+        ("spot_gamma", {"selection": "degree_1", "checkpoint": "reference"}),
+    ):
+        with pytest.raises(InputError, match=f"is no option of --method {method}; leave it out"):
+            calibrate.command(recorded, method, graph, **options)
     with pytest.raises(InputError, match="needs --checkpoint"):
         calibrate.command(recorded, "spot_gamma", graph)
     with pytest.raises(InputError, match=r"give a \.json file"):
@@ -93,7 +101,9 @@ def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written
         calibrate.command(recorded, "spiffy", graph, temperature=1.0)
     with pytest.raises(InputError, match="does not exist; make it first"):
         train_order.command(recorded, tmp_path / "none" / "order.safetensors")
-    assert not graph.exists() and not order.exists()
+    with pytest.raises(InputError, match=r"the training diverged: .* nan at step 2; lower --learning-rate"):
+        train_order.command(recorded, order, steps=4, evaluate_every=2, learning_rate=1e30)
+    assert not graph.exists() and not order.exists() and not order.with_suffix(".state").exists()
 
 
 def test_a_set_model_is_trained_and_fitted_to_another_target(

@@ -15,7 +15,7 @@ from dlmgrid.cluster.check import GENERATION_COLUMNS
 from dlmgrid.cluster.grid import BenchmarkEntry
 from dlmgrid.jobs.check import command
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.items import Item
+from dlmgrid.workers.items import Item, inputs_file_name
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.testing.stored_rows import commit_items, commit_rows, make_row, small_cell, write_run
 
@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for item in "ab":
         reference = make_row(REFERENCE, item, TOKENS)
         rows += [reference, make_row(CHAIN, item, TOKENS, accepted=[2, 1, 0], reference=reference)]
-    name = recompute.inputs_file_name("words", "1", 0)
+    name = inputs_file_name("words", "1", 0)
     commit_items(tmp_path, name, [Item(item_id=item, prompt=item) for item in "ab"])
     return write_run(tmp_path, rows)
 
@@ -68,7 +68,7 @@ def test_exact_run_exits_with_0_and_writes_every_check(
     assert words[:3] == [sys.executable, "-m", "dlmgrid.workers.recompute"]
     assert words[5:] == [
         "--checkpoint", str(run_dir / "model"),
-        "--inputs", str(run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)),
+        "--inputs", str(run_dir / "inputs" / inputs_file_name("words", "1", 0)),
         "--device", "cpu",
         "--drafters", str(run_dir / "drafters"),
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def test_inputs_are_named_as_the_driver_names_them() -> None:
     asked = Questions(
         entry=BenchmarkEntry(name="a/b", num_fewshot=3), prompt_version="2", gen_length=8, items=()
     )
-    assert recompute.inputs_file_name("a/b", "2", 3) == asked.file_name
+    assert inputs_file_name("a/b", "2", 3) == asked.file_name
 
 
 def test_run_without_rows_is_incomplete(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_changed_weights_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPa
 def test_inputs_that_are_gone_or_changed_exit_with_4_and_nothing_is_decoded_from_them(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = run_dir / "inputs" / recompute.inputs_file_name("words", "1", 0)
+    path = run_dir / "inputs" / inputs_file_name("words", "1", 0)
     path.write_bytes(path.read_bytes().replace(b'"prompt": "a"', b'"prompt": "b"'))
     assert command(run_dir) == 4
     assert f"inputs/{path.name} has sha256" in capsys.readouterr().out

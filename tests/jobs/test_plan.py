@@ -14,9 +14,9 @@ from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import load
 from dlmgrid.jobs.plan import show_plan
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.offline import read_units
 from dlmgrid.workers.testing import fake_catalog
 from dlmgrid.workers.testing.fake_runner import FakeUnitRunner
+from dlmgrid.workers.unit_file import read_units
 
 SOURCES = Sources(
     methods=fake_catalog.METHODS,
@@ -94,7 +94,7 @@ def test_units_decoded_elsewhere_are_adopted_by_a_run_that_then_starts_no_ray(
     for unit in read_units(units):
         runner.run(unit)
     show_plan(grid, SOURCES, out=out, limit=None, data=None, units=None)
-    assert "36 rows, 36 missing" in capsys.readouterr().out
+    assert "36 rows, 0 missing" in capsys.readouterr().out
 
     # the fingerprint is known already, so nothing needs a worker: an address where no Ray is does not matter
     model = tmp_path / "model"

@@ -13,6 +13,7 @@ import torch
 from dlmgrid.cluster.out_folder import check_out, check_out_file
 from dlmgrid.jobs import calibrate, cli, decode, plan, study, train_order, train_sets
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
+from dlmgrid.workers.offline import Decoded
 
 
 def _ends(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -123,9 +124,9 @@ def test_what_is_written_beside_a_file_is_looked_at_too(tmp_path: Path) -> None:
 def test_decode_takes_a_part_of_the_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
 
-    def decode_units(path: Path, **settings: object) -> int:
+    def decode_units(path: Path, **settings: object) -> Decoded:
         given.append(settings["part"])
-        return 0
+        return Decoded(num_errors=0, num_inexact=0)
 
     monkeypatch.setattr("dlmgrid.workers.offline.decode_units", decode_units)
     assert decode.command(tmp_path / "units.json", part="2/4") == 0

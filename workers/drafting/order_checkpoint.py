@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.order_model import OrderModel
@@ -77,7 +78,7 @@ def save_order_model(path: Path, model: OrderModel, card: dict[str, Any]) -> str
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().float().cpu().contiguous() for name, value in model.state_dict().items()}
-    partial = path.with_name(path.name + ".part")
+    partial = partial_path(path)
     header = json.dumps(
         {"format": FORMAT, "card": card}, sort_keys=True
     )  # one key: many are written in any order

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.set_model import SetModel
@@ -73,7 +74,7 @@ def save_set_model(path: Path, model: SetModel, *, target: str, card: dict[str, 
         for name, value in model.state_dict().items()
     }
     header = {"format": FORMAT, "target": target, "shape": asdict(model.shape), "card": card}
-    partial = path.with_name(path.name + ".part")
+    partial = partial_path(path)
     save_file(tensors, str(partial), metadata={_HEADER: json.dumps(header, sort_keys=True)})
     partial.replace(path)
     fingerprint = read_set_checkpoint(path).fingerprint

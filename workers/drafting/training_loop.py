@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 
 NUM_PROBED = 4096
 """Held-out examples, evenly spread, that an evaluation during training takes."""
@@ -98,7 +99,7 @@ class Progress:
             data: identifies examples and first weights, see :func:`fingerprint`.
 
         Raises:
-            InputError: ``state`` is of another training.
+            InputError: ``state`` is of another training, or the training diverged: nothing of it is kept.
         """
         if state is not None and state.exists():
             self._load(state, data)
@@ -108,6 +109,13 @@ class Progress:
             if self.step % self.settings.evaluate_every and self.step < self.settings.steps:
                 continue
             loss, words = evaluate()
+            if not math.isfinite(loss):
+                if state is not None:
+                    state.unlink(missing_ok=True)
+                raise InputError(
+                    f"the training diverged: held-out loss {loss} at step {self.step}; lower --learning-rate "
+                    f"({self.settings.learning_rate:g})"
+                )
             if loss < self.best_loss:
                 self.best, self.best_step = _copy(self.model), self.step
             self.curve.append((self.step, loss))
@@ -147,7 +155,7 @@ class Progress:
             "step": self.step, "best_step": self.best_step, "curve": self.curve,
             "settings": asdict(self.settings), "data": data,
         }  # fmt: skip
-        partial = path.with_name(path.name + ".part")
+        partial = partial_path(path)
         kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         save_file(kept, str(partial), metadata={"state": json.dumps(state)})
         partial.replace(path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from dlmgrid.workers.cache import cache_folder
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.models.checkpoint import ModelConfig, read_config
 from dlmgrid.workers.models.shards import TensorEntry, read_entries
+from dlmgrid.workers.partial_files import partial_path
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 _READ_BYTES = 1 << 24
@@ -41,7 +41,7 @@ def weight_fingerprint(folder: Path | str, *, read_at_most: int | None = None) -
         return ""
     fingerprint = _compute(config, entries, tokenizer_files)
     record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_name(f"{record.name}.{os.getpid()}.part")
+    temporary = partial_path(record)
     temporary.write_text(fingerprint + "\n", encoding="ascii")
     temporary.replace(record)
     return fingerprint

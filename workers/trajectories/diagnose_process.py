@@ -9,11 +9,12 @@ from typing import Any
 from dlmgrid import __version__
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import DlmgridError
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import DIAGNOSES, to_table, write_table
 from dlmgrid.workers.trajectories.diagnosis import Diagnosis
-from dlmgrid.workers.trajectories.files import files_by_cell
+from dlmgrid.workers.trajectories.files import open_trajectories, recorded_places
 from dlmgrid.workers.trajectories.replay import ReplayBatch
-from dlmgrid.workers.trajectories.trajectory import load_trajectories
+from dlmgrid.workers.trajectories.trajectory import load_generation
 
 
 def diagnosis_rows(path: Path) -> list[dict[str, Any]]:
@@ -22,11 +23,15 @@ def diagnosis_rows(path: Path) -> list[dict[str, Any]]:
     Raises InputError for a folder without whole trajectories.
     """
     rows: list[dict[str, Any]] = []
-    for cell_key, files in files_by_cell(path).items():
+    by_cell: dict[str, dict[Path, list[int]]] = {}
+    for place in recorded_places(path):
+        by_cell.setdefault(place.cell_key, {}).setdefault(place.path, []).append(place.group)
+    for cell_key, files in by_cell.items():
         found = Diagnosis()
         cell: Cell | None = None
-        for file in files:
-            batch = ReplayBatch(list(load_trajectories(file)))
+        for file_path, groups in files.items():
+            file = open_trajectories(file_path)
+            batch = ReplayBatch([load_generation(file_path, file, group) for group in groups])
             found.add_batch(batch)
             cell = batch.cell
         assert cell is not None, cell_key
@@ -60,7 +65,7 @@ def main() -> None:
         table = to_table(DIAGNOSES, diagnosis_rows(arguments.trajectories))
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")
-    partial = arguments.out.with_name(arguments.out.name + ".part")
+    partial = partial_path(arguments.out)
     write_table(str(partial), table)
     partial.replace(arguments.out)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import pyarrow.parquet as pq
 
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.items import inputs_file_name, read_items
+from dlmgrid.workers.shard import RejectedShardError, read_shard
 from dlmgrid.workers.tables import (
+    GENERATIONS,
     TRAJECTORIES,
     TRAJECTORY_HIDDEN,
     TRAJECTORY_NEXT_HIDDEN,
     TRAJECTORY_WINDOW,
     check_schema,
+    read_table,
 )
 from dlmgrid.workers.units import Key
 
@@ -31,11 +36,21 @@ class RecordedGeneration:
     num_steps: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a recorded generation is: a file and its row group."""
+
+    path: Path
+    group: int
+    cell_key: str
+    key: Key
+
+
 def trajectory_files(path: Path) -> list[Path]:
     """The trajectory files of a recorded folder, or ``path`` itself when it is a file.
 
     A file counts once the rows of its unit are whole: ``generations/`` holds a file of the same name, or ``staging/``
-    does, for units that were decoded offline and wait to be adopted.
+    holds a whole one, of units that were decoded offline and wait to be adopted.
 
     Raises:
         InputError: nothing is recorded there, or a committed draft-free unit has no trajectory file.
@@ -46,14 +61,13 @@ def trajectory_files(path: Path) -> list[Path]:
     if not folder.is_dir():
         raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
     files = []
-    finished = {
-        file.name: file for part in ("staging", "generations") for file in (path / part).glob("*.parquet")
-    }
+    finished = {file.name: file for file in (path / "staging").glob("*.parquet") if _is_whole(file)}
+    finished |= {file.name: file for file in (path / "generations").glob("*.parquet")}
     for name, generations in sorted(finished.items()):
         file = folder / name
         if file.exists():
             files.append(file)
-        elif _has_draft_free_rows(generations):
+        elif has_draft_free_rows(generations):
             raise InputError(
                 f"{file} is missing, so its unit has no trajectories; record again into a new folder"
             )
@@ -62,8 +76,17 @@ def trajectory_files(path: Path) -> list[Path]:
     return files
 
 
-def _has_draft_free_rows(generations: Path) -> bool:
-    rows = pq.read_table(generations, columns=["method", "generated_tokens"]).to_pylist()
+def _is_whole(staged: Path) -> bool:
+    try:
+        read_shard(staged, sync=False)
+    except RejectedShardError:
+        return False
+    return True
+
+
+def has_draft_free_rows(generations: Path) -> bool:
+    """Whether a file of rows holds decoded draft-free ones. Raises InputError when it cannot be read."""
+    rows = read_table([str(generations)], GENERATIONS, ["method", "generated_tokens"]).to_pylist()
     return any(row["method"] == "none" and row["generated_tokens"] is not None for row in rows)
 
 
@@ -77,6 +100,15 @@ def open_trajectories(path: Path) -> pq.ParquetFile:
         ) from error
     check_schema(str(path), file, TRAJECTORIES)
     return file
+
+
+def is_recorded(path: Path, records: Sequence[str]) -> bool:
+    """Whether ``path`` is a whole trajectory file that holds what ``records`` names."""
+    try:
+        wanted_columns(path, open_trajectories(path), records)
+    except InputError:
+        return False
+    return True
 
 
 def wanted_columns(path: Path, file: pq.ParquetFile, records: Sequence[str]) -> list[str]:
@@ -114,6 +146,24 @@ def read_generation(
         ) from error
 
 
+def recorded_places(path: Path) -> list[Place]:
+    """Where the generations of a recorded folder, or of one file, are: each (cell, item, repeat) once.
+
+    Several files hold one where its unit was planned again with other neighbours. Raises InputError for what
+    :func:`trajectory_files` and :func:`open_trajectories` refuse.
+    """
+    found: dict[tuple[str, Key], Place] = {}
+    for file_path in trajectory_files(path):
+        file = open_trajectories(file_path)
+        for group in range(file.num_row_groups):
+            names = ["cell_key", "item_id", "repeat"]
+            row = read_generation(file_path, file, group, names).slice(0, 1).to_pylist()[0]
+            key = Key(row["item_id"], row["repeat"])
+            place = Place(path=file_path, group=group, cell_key=row["cell_key"], key=key)
+            found.setdefault((place.cell_key, key), place)
+    return list(found.values())
+
+
 def files_by_cell(path: Path) -> dict[str, list[Path]]:
     """The trajectory files of a recorded folder by the ``cell_key`` of the one cell each holds."""
     found: dict[str, list[Path]] = {}
@@ -126,18 +176,42 @@ def files_by_cell(path: Path) -> dict[str, list[Path]]:
 
 
 def recorded_generations(path: Path) -> Iterator[RecordedGeneration]:
-    """What a recorded folder holds, from the columns that name it; no step is read.
+    """What a recorded folder holds, each generation once, from the columns that name it; no step is read.
 
     Raises InputError for what :func:`trajectory_files` and :func:`open_trajectories` refuse.
     """
     columns = [*CELL_FIELDS, "item_id", "repeat", "num_steps"]
-    for file_path in trajectory_files(path):
+    for file_path, places in groupby(recorded_places(path), key=lambda place: place.path):
         file = open_trajectories(file_path)
-        for group in range(file.num_row_groups):
-            row: dict[str, Any] = read_generation(file_path, file, group, columns).slice(0, 1).to_pylist()[0]
+        for place in places:
+            table = read_generation(file_path, file, place.group, columns)
+            row: dict[str, Any] = table.slice(0, 1).to_pylist()[0]
             settings = {name: row[name] for name in CELL_FIELDS} | {"seed": int(row["seed"])}
-            yield RecordedGeneration(
-                cell=Cell.from_dict(settings),
-                key=Key(row["item_id"], row["repeat"]),
-                num_steps=row["num_steps"],
-            )
+            yield RecordedGeneration(cell=Cell.from_dict(settings), key=place.key, num_steps=row["num_steps"])
+
+
+def unrecorded_text(path: Path) -> str:
+    """Which items planned in a recorded folder have no trajectory there, in words; "" where all have, and for a file.
+
+    Planned are the items of ``inputs/``, for each recorded cell and repeat.
+    """
+    if path.is_file():
+        return ""
+    cells: dict[str, Cell] = {}
+    keys: dict[str, set[Key]] = {}
+    for generation in recorded_generations(path):
+        cells[generation.cell.cell_key] = generation.cell
+        keys.setdefault(generation.cell.cell_key, set()).add(generation.key)
+    parts, num_missing, num_planned = [], 0, 0
+    for cell_key, cell in cells.items():
+        name = inputs_file_name(cell.benchmark, cell.prompt_version, cell.num_fewshot)
+        inputs = path / "inputs" / name
+        items = [item.item_id for item in read_items(inputs)] if inputs.is_file() else []
+        planned = {Key(item_id, repeat) for item_id in items for repeat in {k.repeat for k in keys[cell_key]}}
+        num_planned += len(planned)
+        if missing := len(planned - keys[cell_key]):
+            num_missing += missing
+            parts.append(f"{cell.benchmark} at T = {cell.temperature:g} {missing} of {len(planned)}")
+    if not parts:
+        return ""
+    return f"{path}: {num_missing} of {num_planned} planned generations are not recorded ({', '.join(parts)})"

@@ -22,6 +22,7 @@ from dlmgrid.kernels.logits import Summary
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.decoder import Prompt
 from dlmgrid.workers.decoding.verification import SeenStep
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import trajectory_schema
 
 _Array = np.ndarray[Any, Any]
@@ -126,7 +127,7 @@ class TrajectoryRecorder:
         Raises KeyError for a key that was never decoded.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".part")
+        partial = partial_path(path)
         schema = trajectory_schema(window=self.records_window, hidden=self.records_hidden)
         paths = [f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in schema]
         split = [column for column in paths if "probabilities" in column]  # a third smaller, no bit lost

@@ -24,6 +24,7 @@ from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
 from dlmgrid.workers.drafting.order_model import ScoreMemo
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
 from dlmgrid.workers.trajectories.files import files_by_cell, open_trajectories, read_generation
@@ -86,7 +87,7 @@ def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], size: int) -
         for group in range(file.num_row_groups):
             row = read_generation(path, file, group, ["item_id", "repeat"]).slice(0, 1).to_pylist()[0]
             key = Key(row["item_id"], row["repeat"])
-            if key in wanted:
+            if key in wanted and key not in place_of:
                 place_of[key] = (path, group)
     for work in works:
         for key in work.keys:
@@ -226,7 +227,7 @@ def run_plan(plan: ReplayPlan) -> None:
             if plan.num_verified and work.cell.method not in DIAGNOSTIC_METHODS:
                 runner = runner or UnitRunner("cpu", actor="replay")
                 verify(work, rows, plan.num_verified, runner)
-            partial = out / f"{work.cell.cell_key}.parquet.part"
+            partial = partial_path(out / f"{work.cell.cell_key}.parquet")
             write_table(str(partial), to_table(REPLAYS, rows))
             partial.replace(out / f"{work.cell.cell_key}.parquet")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.files import (
     open_trajectories,
     read_generation,
-    trajectory_files,
+    recorded_places,
     wanted_columns,
 )
 
@@ -92,7 +93,7 @@ class Trajectory:
 
 
 def load_trajectories(path: Path | str, *, records: Sequence[str] = ()) -> Iterator[Trajectory]:
-    """The trajectories of a recorded folder, or of one file, one generation at a time.
+    """The trajectories of a recorded folder, or of one file, one generation at a time, each (cell, item, repeat) once.
 
     Args:
         records: what is needed beyond the steps: ``hidden``, ``window``.
@@ -101,11 +102,11 @@ def load_trajectories(path: Path | str, *, records: Sequence[str] = ()) -> Itera
         InputError: nothing is recorded there, a file is truncated, incomplete or of another schema version, or it
             lacks what ``records`` names.
     """
-    for file_path in trajectory_files(Path(path)):
+    for file_path, places in groupby(recorded_places(Path(path)), key=lambda place: place.path):
         file = open_trajectories(file_path)
         columns = wanted_columns(file_path, file, records)
-        for group in range(file.num_row_groups):
-            yield _trajectory(file_path, read_generation(file_path, file, group, columns), records)
+        for place in places:
+            yield _trajectory(file_path, read_generation(file_path, file, place.group, columns), records)
 
 
 def load_generation(

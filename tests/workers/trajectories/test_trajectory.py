@@ -16,9 +16,16 @@ from dlmgrid.workers.decoding.decoder import Decoder
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.items import Item, inputs_file_name, write_items
 from dlmgrid.workers.tables import TRAJECTORIES
 from dlmgrid.workers.testing.tiny_target import TinyTarget
-from dlmgrid.workers.trajectories.files import files_by_cell, recorded_generations, trajectory_files
+from dlmgrid.workers.trajectories.diagnose_process import diagnosis_rows
+from dlmgrid.workers.trajectories.files import (
+    files_by_cell,
+    recorded_generations,
+    trajectory_files,
+    unrecorded_text,
+)
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
 from dlmgrid.workers.unit_runner import UnitRunner
 
@@ -135,3 +142,32 @@ def test_only_committed_units_of_a_folder_count(record_tiny: Callable[..., Any],
     assert trajectory_files(out) == [out / "trajectories" / "committed.parquet"]
     assert list(files_by_cell(out)) == [recording.cell().cell_key]
     assert [found.key.item_id for found in recorded_generations(out)] == ["item-1", "item-8", "item-21"]
+
+
+def test_a_generation_in_several_files_counts_once_and_one_with_a_torn_file_of_rows_not_at_all(
+    record_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    recording = record_tiny()
+    out = tmp_path / "out"
+    for folder in ("trajectories", "generations", "staging", "inputs"):
+        (out / folder).mkdir(parents=True)
+    rows = pq.read_table(recording.path, columns=["method"])
+    for name in ("once", "again"):
+        (out / "trajectories" / f"{name}.parquet").write_bytes(recording.path.read_bytes())
+        pq.write_table(rows, out / "generations" / f"{name}.parquet")
+    other = record_tiny(seed=8)
+    (out / "trajectories" / "torn.parquet").write_bytes(other.path.read_bytes())
+    (out / "staging" / "torn.parquet").write_bytes(b"PAR1")
+    assert len(list(load_trajectories(recording.path))) == 3
+    assert [run.item_id for run in load_trajectories(out)] == ["item-1", "item-8", "item-21"]
+    assert len(list(recorded_generations(out))) == 3
+    (once, alone) = diagnosis_rows(out), diagnosis_rows(recording.path)
+    assert [row["count"] for row in once] == [row["count"] for row in alone]
+
+    assert unrecorded_text(out) == ""
+    items = [Item(item_id=f"item-{number}", prompt="") for number in (1, 8, 21, 22, 23)]
+    write_items(out / "inputs" / inputs_file_name("none", "1", 0), items)
+    assert unrecorded_text(out).endswith("2 of 5 planned generations are not recorded (none at T = 0 2 of 5)")
+    (out / "trajectories" / "once.parquet").unlink()
+    with pytest.raises(InputError, match=r"once\.parquet: dlmgrid.table is trajectories"):
+        list(load_trajectories(out))
