@@ -176,6 +176,20 @@ def left_out(run_dir: Path) -> str:
     )
 
 
+def not_adopted(run_dir: Path) -> str:
+    """How many units of ``staging/`` were decoded without Ray and wait for the next run; "" for none, and while a
+    run is going on, whose files pass through there."""
+    record = read_record(run_dir)
+    files = list((run_dir / "staging").glob("*.parquet"))
+    if not files or (record is not None and record.status == "running"):
+        return ""
+    command = "record" if any((run_dir / "trajectories").glob("*.parquet")) else "run"
+    return (
+        f"{len(files)} decoded units wait in staging/ and are not shown; dlmgrid {command} with the same grid adopts "
+        "them"
+    )
+
+
 def build_report(run_dir: Path) -> Report:
     """Gather the report of a run folder. Raises InputError for a folder that is not a run's, or is damaged."""
     table = load_generations(run_dir, tuple(dict.fromkeys((*_MEASURES, *CELL_FIELDS))))
@@ -200,7 +214,9 @@ def build_report(run_dir: Path) -> Report:
     errors = Counter(row["error"] for rows in rows_by_cell.values() for row in rows if row["error"])
     return Report(
         run_dir=str(run_dir),
-        incomplete="; ".join(filter(None, (unfinished(run_dir), _missing_text(cells), left_out(run_dir)))),
+        incomplete="; ".join(
+            filter(None, (unfinished(run_dir), _missing_text(cells), left_out(run_dir), not_adopted(run_dir)))
+        ),
         cells=sorted(cells, key=_order),
         errors=dict(errors.most_common()),
     )

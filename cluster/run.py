@@ -95,7 +95,17 @@ def look_up(
         check_size(grid, [len(asked.items) for asked in questions])
         check_prompts(models, questions, sources)
         make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
+        check_kernels(grid)
     return Asked(grid=grid, models=models, questions=questions, remarks=grid_remarks(grid, questions, limit))
+
+
+def check_kernels(grid: Grid) -> None:
+    """Raises InputError for kernels that the planned device does not have."""
+    if grid.kernels == "triton" and grid.resources.device == "cpu":
+        raise InputError(
+            "kernels: triton runs on a CUDA device and resources.device is cpu; add resources: {device: cuda}, or use "
+            "kernels: torch"
+        )
 
 
 def run_grid(request: RunRequest) -> ExitCode:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ def command(
     """Calibrate a drafter on recorded draft-free runs. Runs of test items are refused."""
     if method not in METHODS:
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
-    if out.suffix != ".json" or not out.parent.is_dir():
-        raise InputError(f"--out {out}: give a .json file in a folder that exists")
+    check_out_file(out, "--out", ".json", beside=[".svg"] if method == "spiffy" else [])
     of_spiffy = {"--selection": selection}
     of_gamma = {"--checkpoint": checkpoint, "--max-rise": max_rise, "--device": device}
     foreign = of_gamma if method == "spiffy" else of_spiffy
@@ -61,6 +61,8 @@ def command(
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
     device = check_device(device or "cpu")
+    if method == "spiffy" and temperature is None:
+        _check_one_temperature(trajectories)
     if missing := unrecorded_text(trajectories):
         typer.echo(f"note: {missing}", err=True)
     runs = [
@@ -74,6 +76,19 @@ def command(
         _calibrate_spiffy(runs, out, budget, selection or "marginal_gain")
     else:
         _calibrate_gamma(runs, out, budget, checkpoint, 4.0 if max_rise is None else max_rise, device)
+
+
+def _check_one_temperature(trajectories: Path) -> None:
+    """Raises InputError for runs at several temperatures, from their names, before their steps are read."""
+    from dlmgrid.workers.trajectories.files import recorded_generations
+
+    found = sorted({generation.cell.temperature for generation in recorded_generations(trajectories)})
+    if len(found) > 1:
+        shown = ", ".join(f"{value:g}" for value in found)
+        raise InputError(
+            f"{trajectories} holds runs at the temperatures {shown}; a draft graph belongs to one: take it by "
+            f"--temperature {found[0]:g}"
+        )
 
 
 def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, selection: str) -> None:

@@ -8,11 +8,14 @@ and ``--device cpu`` on a machine without a GPU, where lm-eval would ask for cud
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
 from dlmgrid.workers.benchmarks.benchmark import package_version
+from dlmgrid.workers.errors import InputError
 
 _NO_EVALUATION = ("ls", "validate", "-h", "--help")
 
@@ -28,14 +31,51 @@ def command(context: typer.Context) -> int:
 
     from dlmgrid.jobs.lm_eval_model import DlmgridLM  # the import registers it
 
+    words = completed(context.args)
     num_broken = DlmgridLM.num_broken_claims
     before = sys.argv
-    sys.argv = ["lm-eval", *completed(context.args)]
+    sys.argv = ["lm-eval", *words]
     try:
+        if is_evaluation_of_ours(words):
+            check_model_args()
         cli_evaluate()
+    except ValueError as error:
+        if not _is_of_its_arguments(error):
+            raise
+        raise InputError(f"lm-eval: {error}; `dlmgrid lm-eval ls tasks` lists its tasks") from error
     finally:
         sys.argv = before
     return 4 if DlmgridLM.num_broken_claims > num_broken else 0
+
+
+def is_evaluation_of_ours(words: Sequence[str]) -> bool:
+    """Whether completed arguments evaluate this project's model, with its arguments among them."""
+    if words[:1] != ["run"] or {"-h", "--help", "--config", "-C"} & {
+        word.partition("=")[0] for word in words
+    }:
+        return False
+    return "dlmgrid" in words or "--model=dlmgrid" in words
+
+
+def check_model_args() -> None:
+    """Make the model that ``sys.argv`` asks for, before lm-eval takes its time to load tasks; no weights are read.
+
+    Raises InputError as the model does, and ValueError for arguments that lm-eval cannot read.
+    """
+    from lm_eval._cli import HarnessCLI
+
+    from dlmgrid.jobs.lm_eval_model import DlmgridLM
+
+    given = HarnessCLI().parse_args()
+    names = ("batch_size", "max_batch_size", "device")
+    options = {name: getattr(given, name, None) for name in names}
+    DlmgridLM.create_from_arg_obj(given.model_args or {}, options)
+
+
+def _is_of_its_arguments(error: ValueError) -> bool:
+    """Whether lm-eval raised an error over what it was asked for, as an unknown task."""
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return "lm_eval" in last.parts and last.parent.name in ("config", "_cli", "tasks")
 
 
 def completed(words: Sequence[str]) -> list[str]:

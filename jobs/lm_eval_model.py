@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -132,27 +133,30 @@ class DlmgridLM(LM):
                     "path": named.pop(),
                     "revision": str(revision),
                     "dtype": dtype,
-                    "block_length": block_length,
+                    "block_length": _whole(block_length),
                     "chat_template": chat_template,
                 }
             ],
             "benchmarks": [ORIGIN],
             "temperatures": [0],
-            "methods": [{"name": method, "budgets": [budget]}],
-            "decoder": {"name": decoder, "commits_per_step": commits_per_step, "threshold": threshold},
+            "methods": [{"name": method, "budgets": [_whole(budget)]}],
+            "decoder": {
+                "name": decoder,
+                "commits_per_step": _whole(commits_per_step),
+                "threshold": threshold,
+            },
             "verification": verification,
             "noise": noise,
-            "seed": seed,
+            "seed": _whole(seed),
             "numerics": numerics,
             "kernels": kernels,
-            "max_in_flight": max_in_flight,
+            "max_in_flight": _whole(max_in_flight),
             "resources": {"device": self._device_name.partition(":")[0]},
         }
         sources = installed_sources()
         self._grid = parse_grid(yaml.safe_dump(self._values), "model_args")
         check_methods(self._grid, sources)
         (self._model,) = find_models(self._grid, sources)
-        self._fingerprint = weight_fingerprint(self._model.folder)
         self._encoder = load_tokenizer(self._model.folder, chat_template)
         self._runner = UnitRunner(self._device_name, actor=ORIGIN)
         self._max_gen_toks = max_gen_toks
@@ -161,6 +165,11 @@ class DlmgridLM(LM):
         if self._rows_file is not None and not self._rows_file.absolute().parent.is_dir():
             raise InputError(f"model_args: rows={rows}: its folder does not exist; make it first")
         self.rows: list[dict[str, Any]] = []
+
+    @cached_property
+    def weight_fingerprint(self) -> str:
+        """Of the checkpoint's weights, which are read for it at the first request and not before."""
+        return weight_fingerprint(self._model.folder)
 
     # --- lm-eval's interface
 
@@ -245,7 +254,7 @@ class DlmgridLM(LM):
             "model_path": entry.path,
             "model_revision": entry.revision,
             "model_dtype": entry.dtype,
-            "weight_fingerprint": self._fingerprint,
+            "weight_fingerprint": self.weight_fingerprint,
             "device_used": self._device_name,
             "exactness": self.exactness(),
         }
@@ -296,7 +305,7 @@ class DlmgridLM(LM):
         """The draft-free cell of a batch and, unless it is the same, the cell asked for."""
         at_temperature = self._values | {"temperatures": [batch.sampling.temperature]}
         grid = parse_grid(yaml.safe_dump(at_temperature), "gen_kwargs")
-        return request_cells(grid, self._model, self._fingerprint, batch)
+        return request_cells(grid, self._model, self.weight_fingerprint, batch)
 
     def _decode(self, batch: Batch) -> list[dict[str, Any]]:
         """The rows of a batch in the order of its keys, with verdicts where they are wanted."""
@@ -343,6 +352,11 @@ def request_cells(grid: Grid, model: Model, fingerprint: str, batch: Batch) -> l
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def _whole(value: Any) -> Any:
+    """lm-eval's command line reads -8 as -8.0: a whole number as an int, anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _refuse(unknown: dict[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 Scores the run, then gives the same texts to lm-eval's evaluator, through a model that replays them, and the
 exported samples to EvalPlus' command line, and prints every item whose value differs. Exit code 0: none does; 1:
-some do. EvalPlus' command line runs generated code under its own guard, so ``--confirm-run-unsafe-code`` is
-needed where the run has such answers. It is given the time limit of our second try, alone on the machine: its
-default of one second a test makes verdicts depend on what else the machine does.
+some do; 2: bad input; 5: a tool failed or took too long. EvalPlus' command line runs generated code under its own
+guard, so ``--confirm-run-unsafe-code`` is needed where the run has such answers. It is given the time limit of our
+second try, alone on the machine: its default of one second a test makes verdicts depend on what else the machine
+does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dlmgrid.workers.benchmarks.lm_eval_catalog import SCORER_NAME, TASKS
 from dlmgrid.workers.benchmarks.lm_eval_task import cut_at_stop_strings
 from dlmgrid.workers.benchmarks.scoring import score_run
 from dlmgrid.workers.benchmarks.verdict import ALONE
-from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.errors import DlmgridError, InputError, TransientError
 from dlmgrid.workers.exchange.evalplus_samples import DATASETS, PROBLEM_VARIABLES, evaluate_words
 from dlmgrid.workers.exchange.lm_eval_samples import load_task, stop_strings
 
@@ -199,7 +200,7 @@ def _run_evalplus(run_dir: Path, cell: CellAnswers, folder: Path, workers: int) 
     )  # fmt: skip
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines() or ["no output"]
-        raise RuntimeError(f"evalplus.evaluate ended with status {process.returncode}: {lines[-1]}")
+        raise TransientError(f"evalplus.evaluate ended with status {process.returncode}: {lines[-1]}")
     path = file.path.with_name(file.path.name.replace(".jsonl", "_eval_results.json"))
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -231,6 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (DlmgridError, OSError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}; nothing was compared", file=sys.stderr)
+        return 5
     for difference in parity.differences:
         print(difference)
     print(f"{parity.num_compared} values compared, {len(parity.differences)} differ")

@@ -22,7 +22,7 @@ from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.decoder_text import decoder_text
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
-from dlmgrid.cluster.out_folder import check_out
+from dlmgrid.cluster.out_folder import check_out, check_out_file
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
 from dlmgrid.cluster.run import (
     copy_drafters,
@@ -59,6 +59,8 @@ def command(
     ] = False,
 ) -> None:
     """Show a grid's cells, keys, work units and cost; decodes nothing."""
+    if units is not None:
+        check_out_file(units, "--units")
     show_plan(grid, installed_sources(), out=out, limit=limit, data=data, units=units, records=record)
 
 
@@ -127,8 +129,8 @@ def show_plan(
         planned = name_files(chains, store)
         units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
         typer.echo(
-            f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))}, then "
-            f"dlmgrid {'record' if records else 'run'}"
+            f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))} "
+            f"(with --part I/N in each of N processes), then dlmgrid {'record' if records else 'run'}"
         )
 
 

@@ -31,6 +31,7 @@ def command(
     ] = 0,
 ) -> int:
     """Replay the methods of a grid on recorded runs: forwards, acceptance, drafted nodes and rows, exactly."""
+    out = check_out(out)
     recorded = read_recorded(trajectories)
     works = plan_replay(
         read_grid(grid).grid,
@@ -42,7 +43,7 @@ def command(
     )
     plan = ReplayPlan(
         trajectories=str(trajectories.absolute()),
-        out=str(check_out(out) / "replays"),
+        out=str(out / "replays"),
         works=works,
         num_verified=verify,
     )

@@ -10,6 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.cluster.study import Goal, Line, drafter_names, goals_of, read_replays, study_lines
 from dlmgrid.jobs.console import table_console
 
@@ -27,6 +28,8 @@ def command(
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the lines as CSV too.")] = None,
 ) -> None:
     """Compare replayed methods: forwards, their cut, acceptance, for each method, budget and temperature."""
+    if csv_file is not None:
+        check_out_file(csv_file, "--csv")
     lines = study_lines(read_replays(folders), drafter_names(drafters or []))
     goals = goals_of(lines)
     console = table_console()

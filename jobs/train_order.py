@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dlmgrid.workers.errors import InputError
+from dlmgrid.cluster.out_folder import check_out_file
 
 
 def command(
@@ -31,10 +31,7 @@ def command(
     Runs of test items are refused. The best model by held-out loss is written to --out, with a card beside it. A
     training that was stopped goes on when the same command is given again.
     """
-    if out.suffix != ".safetensors":
-        raise InputError(f"--out {out}: an order model is a .safetensors file; give it that ending")
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: the folder {out.parent} does not exist; make it first")
+    check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
     from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
     from dlmgrid.workers.drafting.order_checkpoint import save_order_model
     from dlmgrid.workers.drafting.order_examples import make_examples, split_runs

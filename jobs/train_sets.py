@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def command(
     Runs of test items are refused. A training that was stopped goes on when the same command is given again. The
     checkpoint drafts for the recorded target only; --refit moves one to another.
     """
-    if out.suffix != ".safetensors" or not out.parent.is_dir():
-        raise InputError(f"--out {out}: give a .safetensors file in a folder that exists")
+    check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
     if width % 8:
         raise InputError(f"--width {width} is no multiple of 8; give 128 or 320")
     from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration

@@ -39,6 +39,18 @@ def test_every_accelerated_cell_has_its_reference_before_it_and_nothing_is_there
         assert cell == cell.canonical()
 
 
+def test_triton_kernels_are_refused_on_a_cpu_before_anything_is_planned(
+    tmp_path: Path, write_grid: Callable[..., Path], sources: Sources
+) -> None:
+    message = (
+        r"kernels: triton runs on a CUDA device .*; add resources: {device: cuda}, or use kernels: torch"
+    )
+    with pytest.raises(InputError, match=message):
+        look_up(read_grid(write_grid(kernels="triton")).grid, sources, data=None, limit=None)
+    grid = read_grid(write_grid(kernels="triton", resources={"device": "cuda"})).grid
+    look_up(grid, sources, data=None, limit=None)
+
+
 def test_settings_that_are_equal_numbers_are_one_cell() -> None:
     cell = Cell(
         model="m", benchmark="b", prompt_version="1", method="ssd", budget=6, temperature=1.0, decoder="threshold",

@@ -230,6 +230,20 @@ def test_run_without_rows_says_so(tmp_path: Path) -> None:
     assert "No rows yet" in html_page(report, "0")
 
 
+def test_units_that_wait_to_be_adopted_are_named(tmp_path: Path) -> None:
+    (tmp_path / "generations").mkdir()
+    assert "staging" not in build_report(tmp_path).incomplete
+    (tmp_path / "staging").mkdir(exist_ok=True)
+    (tmp_path / "staging" / "a.parquet").write_bytes(b"")
+    assert (
+        "1 decoded units wait in staging/ and are not shown; dlmgrid run "
+        in build_report(tmp_path).incomplete
+    )
+    (tmp_path / "trajectories").mkdir(exist_ok=True)
+    (tmp_path / "trajectories" / "a.parquet").write_bytes(b"")
+    assert "dlmgrid record with the same grid adopts them" in build_report(tmp_path).incomplete
+
+
 @pytest.mark.parametrize(
     ("record", "text"),
     [

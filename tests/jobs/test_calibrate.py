@@ -57,6 +57,20 @@ def test_a_graph_is_calibrated_and_drawn(recorded: Path, tmp_path: Path) -> None
     assert out.with_suffix(".svg").read_text().startswith("<svg")
 
 
+def test_a_graph_of_runs_at_two_temperatures_is_refused_before_their_steps_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("generations", "trajectories"):
+        (tmp_path / folder).mkdir()
+    for name, temperature in (("a", 0.0), ("b", 1.0)):
+        (tmp_path / "generations" / f"{name}.parquet").touch()
+        record_tiny_runs(tmp_path / "trajectories" / f"{name}.parquet", 2, temperature=temperature)
+    read = "dlmgrid.workers.trajectories.trajectory.load_trajectories"
+    monkeypatch.setattr(read, lambda *_, **__: pytest.fail("steps were read"))
+    with pytest.raises(InputError, match=r"runs at the temperatures 0, 1; .*: take it by --temperature 0"):
+        calibrate.command(tmp_path, "spiffy", tmp_path / "graph.json")
+
+
 def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written(
     recorded: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +95,7 @@ def test_runs_of_test_items_and_bad_arguments_are_refused_and_nothing_is_written
         calibrate.command(recorded, "spot_gamma", graph)
     with pytest.raises(InputError, match=r"give a \.json file"):
         calibrate.command(recorded, "spiffy", order)
-    with pytest.raises(InputError, match=r"is a \.safetensors file"):
+    with pytest.raises(InputError, match=r"give a \.safetensors file"):
         train_order.command(recorded, graph)
     with pytest.raises(InputError, match="nothing is recorded at temperature 1"):
         calibrate.command(recorded, "spiffy", graph, temperature=1.0)

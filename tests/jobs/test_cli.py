@@ -23,7 +23,7 @@ FLAGS = {
     "replay": {"--out", "--verify"},
     "study": {"--drafter", "--csv"},
     "diagnose": set[str](),
-    "decode": {"--out", "--checkpoint", "--device", "--compare"},
+    "decode": {"--out", "--checkpoint", "--device", "--compare", "--part"},
     "train-order": {
         "--out",
         "--steps",
@@ -56,6 +56,7 @@ FLAGS = {
         "--checkpoint",
         "--max-rise",
         "--temperature",
+        "--device",
     },
     "submit": {"--out", "--address", "--limit", "--data", "--submission-id", "--wait", "--no-wait"},
     "score": {"--benchmarks", "--confirm-run-unsafe-code", "--workers"},

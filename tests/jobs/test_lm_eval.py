@@ -56,11 +56,49 @@ def test_broken_claims_give_exit_code_4(
 
     monkeypatch.setattr(DlmgridLM, "num_broken_claims", 5)
 
+    given = ["--device", "cpu", "--tasks", "x", "--model_args", "path=reference"]
+
     def evaluate() -> None:
-        assert sys.argv == ["lm-eval", "run", "--model", "dlmgrid", "--device", "cpu", "--tasks", "x"]
+        assert sys.argv == ["lm-eval", "run", "--model", "dlmgrid", *given]
         DlmgridLM.num_broken_claims += num_broken
 
     monkeypatch.setattr(program, "cli_evaluate", evaluate)
     with pytest.raises(SystemExit) as end:
-        cli.main(["lm-eval", "--device", "cpu", "--tasks", "x"])
+        cli.main(["lm-eval", *given])
     assert end.value.code == status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("path=reference,metod=ssd", "unknown argument 'metod'; did you mean 'method'?"),
+        ("path=reference,method=ssd,budget=-8", "budget -8 is impossible"),
+        ("path=/no/such/folder", "'/no/such/folder' is no folder here"),
+        ("method=ssd", "name one checkpoint"),
+    ],
+)
+def test_model_arguments_are_refused_before_lm_eval_loads_anything(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import lm_eval.__main__ as program
+
+    monkeypatch.setattr(program, "cli_evaluate", lambda: pytest.fail("lm-eval was started"))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["lm-eval", "--tasks", "x", "--model_args", arguments, "--device", "cpu"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_a_task_that_lm_eval_lacks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    task_manager = TaskManager(include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda *_, **__: task_manager)
+    words = ["--tasks", "gsm8kk", "--model_args", "path=reference", "--device", "cpu"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["lm-eval", *words])
+    assert end.value.code == 2
+    assert "error: lm-eval: Tasks not found: gsm8kk; `dlmgrid lm-eval ls tasks`" in capsys.readouterr().err

@@ -125,7 +125,9 @@ def test_one_source_that_fails_does_not_keep_back_the_others(
     monkeypatch.setattr(fetching, "urlopen", urlopen)
     result = CliRunner().invoke(APP, ["alpaca", "mt_bench", "--data", str(tmp_path)])
     assert isinstance(result.exception, InputError)
-    assert "cannot be fetched (timed out); give --data DIR" in str(result.exception)
+    assert "cannot be fetched (timed out); run `dlmgrid prefetch` once where there is a network" in str(
+        result.exception
+    )
     assert "1 of 2 files" in result.output
     assert (tmp_path / "mt_bench/question.jsonl").is_file()
     assert len(asked) == 1

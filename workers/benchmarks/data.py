@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,8 @@ def load_rows(source: DataFile, data: str | Path | None = None) -> list[Row]:
     path = _existing(source, folder)
     if path is None:
         raise InputError(
-            f"{folder}: benchmark data is missing: {source.remedy}; or give another folder by --data DIR"
+            f"{folder}: benchmark data is missing; fetch it with dlmgrid prefetch --data {shlex.quote(str(folder))}, "
+            f"or give another folder by --data DIR ({source.remedy})"
         )
     return _checked(source, folder, path)[0]
 

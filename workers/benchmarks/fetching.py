@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from dlmgrid.workers.benchmarks.data_file import DataFile, unpacked
 from dlmgrid.workers.errors import InputError
 
 OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
 _TIMEOUT_SECONDS = 60.0
+_PROBE_SECONDS = 10.0
 
 
 def fetch(source: DataFile) -> bytes:
@@ -32,8 +36,43 @@ def fetch(source: DataFile) -> bytes:
     return _from_evalplus_release(source)
 
 
+def _remedy(source: DataFile) -> str:
+    return (
+        f"run `dlmgrid prefetch` once where there is a network ({OFFLINE_VARIABLE} unset), or give a local copy by "
+        f"--data DIR ({source.remedy})"
+    )
+
+
 def _is_offline() -> bool:
     return os.environ.get(OFFLINE_VARIABLE, "0").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+@contextmanager
+def _offline_where_unreachable() -> Iterator[None]:
+    """Where the hub does not answer, its client looks at its cache at once, instead of asking six times over."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if not (any(before) or _answers(constants.ENDPOINT)):
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether anything answers there, be it with a refusal. A certificate that only we do not know is an answer."""
+    try:
+        with urlopen(Request(endpoint, method="HEAD"), timeout=_PROBE_SECONDS):
+            return True
+    except HTTPError:
+        return True
+    except URLError as error:
+        return isinstance(error.reason, ssl.SSLError)
+    except OSError:
+        return False
 
 
 def _from_hub(source: DataFile) -> bytes:
@@ -47,12 +86,12 @@ def _from_hub(source: DataFile) -> bytes:
         ) from error
     try:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the failure is told below
-        dataset = load_dataset(repository, configuration, split=split, revision=revision)
+        with _offline_where_unreachable():
+            dataset = load_dataset(repository, configuration, split=split, revision=revision)
     except Exception as error:  # every failure of the hub client has the same remedy
         cause = str(error).split("\n", 1)[0]
         raise InputError(
-            f"{source.origin} cannot be loaded ({type(error).__name__}: {cause}); give a local copy by "
-            f"--data DIR ({source.remedy}), or load it once with a network and {OFFLINE_VARIABLE} unset"
+            f"{source.origin} cannot be loaded ({type(error).__name__}: {cause}); {_remedy(source)}"
         ) from error
     missing = [name for name in source.columns if name not in dataset.column_names]
     if missing:
@@ -67,14 +106,13 @@ def _from_github(source: DataFile) -> bytes:
     url = f"https://raw.githubusercontent.com/{repository}/{commit}/{path}"
     if _is_offline():
         raise InputError(
-            f"{source.path} was not fetched before and {OFFLINE_VARIABLE} is set; run `dlmgrid prefetch` with "
-            f"a network, or give --data DIR ({source.remedy})"
+            f"{source.path} was not fetched before and {OFFLINE_VARIABLE} is set; {_remedy(source)}"
         )
     try:
         with urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
             content: bytes = response.read()
     except (URLError, TimeoutError, OSError) as error:
-        raise InputError(f"{url} cannot be fetched ({error}); give --data DIR ({source.remedy})") from error
+        raise InputError(f"{url} cannot be fetched ({error}); {_remedy(source)}") from error
     return unpacked(content, url)
 
 
@@ -93,12 +131,9 @@ def _from_evalplus_release(source: DataFile) -> bytes:
         raise InputError(f"the installed EvalPlus uses {name} {installed}, not {version}; give --data DIR")
     url, cached = get_dataset_metadata(name, version, False, False)
     if not Path(cached).is_file() and _is_offline():
-        raise InputError(
-            f"{url} is not in EvalPlus' cache and {OFFLINE_VARIABLE} is set; give --data DIR "
-            f"({source.remedy})"
-        )
+        raise InputError(f"{url} is not in EvalPlus' cache and {OFFLINE_VARIABLE} is set; {_remedy(source)}")
     try:
         make_cache(url, cached)
     except OSError as error:
-        raise InputError(f"{url} cannot be fetched ({error}); give --data DIR ({source.remedy})") from error
+        raise InputError(f"{url} cannot be fetched ({error}); {_remedy(source)}") from error
     return Path(cached).read_bytes()

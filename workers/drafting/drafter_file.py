@@ -11,9 +11,10 @@ from pathlib import Path
 
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import MethodInfo, get_method
-from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
+from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, read_order_checkpoint
 from dlmgrid.workers.drafting.set_checkpoint import read_set_checkpoint
 from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, load_graph
+from dlmgrid.workers.errors import InputError
 
 SUFFIXES = {"order_model": ".safetensors", "set_model": ".safetensors", "draft_graph": ".json"}
 
@@ -49,7 +50,13 @@ def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
     """The checked file that a grid names for ``method``; see :func:`read_drafter_file`."""
     if method.reads == "order_model":
         return read_drafter_file(method, find_order_checkpoint(name))
-    return read_drafter_file(method, Path(name).expanduser().absolute())
+    path = Path(name).expanduser().absolute()
+    if name == REFERENCE and not path.exists():
+        raise InputError(
+            f"method {method.name!r} has no shipped {method.file_key}, `{REFERENCE}` is SPOT's order model; make one "
+            f"with dlmgrid {'train-sets' if method.reads == 'set_model' else 'calibrate'}"
+        )
+    return read_drafter_file(method, path)
 
 
 def misfit(file: DrafterFile, cell: Cell) -> str | None:

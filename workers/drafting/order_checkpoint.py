@@ -50,6 +50,8 @@ def read_order_checkpoint(path: Path) -> OrderCheckpoint:
     """Check a file by its header. Raises InputError for a missing, damaged or foreign one, or for other features."""
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        raise InputError(f"order model {path} is a folder; name the .safetensors file in it")
     if not path.is_file():
         raise InputError(
             f"order model {path} does not exist; make one with dlmgrid train-order TRAJ --out {path}"

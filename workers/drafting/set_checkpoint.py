@@ -39,6 +39,8 @@ def read_set_checkpoint(path: Path) -> SetCheckpoint:
     """Check a file by its header. Raises InputError for a missing, damaged or foreign one."""
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        raise InputError(f"set model {path} is a folder; name the .safetensors file in it")
     if not path.is_file():
         raise InputError(
             f"set model {path} does not exist; make one with dlmgrid train-sets TRAJ --out {path}"

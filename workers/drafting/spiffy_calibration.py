@@ -33,9 +33,13 @@ def calibrate_graph(trajectories: Iterable[Trajectory], *, budget: int, selectio
     check_calibration(runs)
     keys = {graph_key(run) for run in runs}
     if len(keys) > 1:
+        temperatures = sorted({key.temperature for key in keys})
+        remedy = "record them into folders of their own"
+        if len(temperatures) == len(keys):
+            remedy = f"take one by --temperature ({', '.join(f'{value:g}' for value in temperatures)})"
         raise InputError(
             f"the recorded runs hold {len(keys)} combinations of model, decoder and temperature; "
-            "a draft graph belongs to one: record them into folders of their own"
+            f"a draft graph belongs to one: {remedy}"
         )
     paths = [path for run in runs for path in rewind(run, horizon=budget)]
     return build_graph(

@@ -152,6 +152,8 @@ def load_graph(path: Path) -> DraftGraph:
         raise InputError(
             f"draft graph {path} does not exist; make one with dlmgrid calibrate TRAJ --method spiffy --out {path}"
         ) from error
+    except IsADirectoryError as error:
+        raise InputError(f"draft graph {path} is a folder; name the .json file in it") from error
     except (OSError, ValueError) as error:
         raise InputError(f"draft graph {path} cannot be read ({error}); calibrate again") from error
     found = values.get("format") if isinstance(values, dict) else None

@@ -34,6 +34,10 @@ def resolve_checkpoint(name: str, revision: str | None = None, *, offline: bool 
     if folder is not None:
         _refuse_revision(revision, f"the local folder {name!r}")
         return folder
+    if name and Path(name).expanduser().is_file():
+        raise InputError(
+            f"model: {name!r} is a file; a checkpoint is the folder of its config.json and weights, give that"
+        )
     if not _is_repository(name):
         raise InputError(
             f"model: {name!r} is no folder here and no hub repository (want owner/name or a path)"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import ssl
 import subprocess
 import sys
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 
+from dlmgrid.workers.benchmarks import fetching
 from dlmgrid.workers.benchmarks.catalog import benchmark_names, get_benchmark
 from dlmgrid.workers.benchmarks.data import load_rows
 from dlmgrid.workers.benchmarks.data_file import DataFile
@@ -48,7 +52,8 @@ def test_folder_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_missing_file_names_layout_and_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected DIR/gsm8k/test.jsonl or .*question, answer.*--data DIR"):
+    message = r"fetch it with dlmgrid prefetch --data .*--data DIR .expected DIR/gsm8k/test.jsonl or .*question, answer"
+    with pytest.raises(InputError, match=message):
         load_rows(GSM8K_TEST, tmp_path)
 
 
@@ -132,12 +137,57 @@ def test_hub_is_asked_for_configuration_and_revision_and_its_rows_are_counted(
         return datasets.Dataset.from_list([{"question": "?", "answer": "#### 1", "more": 0}] * num_rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(fetching, "_answers", lambda endpoint: True)
     assert load_rows(GSM8K_TEST)[-1] == {"question": "?", "answer": "#### 1"}
     revision = "e53f048856ff4f594e959d75785d2c2d37b678ee"
     assert asked == [(("openai/gsm8k", "main"), {"split": "test", "revision": revision})]
     num_rows = 1318
     with pytest.raises(InputError, match="1318 rows where 1319 were expected"):
         load_rows(GSM8K_TEST)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    from huggingface_hub import constants
+
+    asked: list[str] = []
+
+    def no_network(request: Any, timeout: float) -> None:
+        asked.append(request.full_url)
+        raise URLError("Name or service not known")
+
+    def load_dataset(*given: str, **named: str) -> None:
+        assert datasets.config.HF_HUB_OFFLINE and constants.HF_HUB_OFFLINE
+        raise ConnectionError("not in the cache")
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(fetching, "urlopen", no_network)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        InputError, match=r"not in the cache.*; run `dlmgrid prefetch` once where there is a network"
+    ):
+        fetching.fetch(GSM8K_TEST)
+    assert asked == ([] if any(before) else [constants.ENDPOINT])
+    assert before == (datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_there"),
+    [
+        (HTTPError("https://hub", 403, "Forbidden", Message(), None), True),
+        (URLError(ssl.SSLCertVerificationError("unknown issuer")), True),
+        (URLError("Name or service not known"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_a_refusal_is_an_answer_and_silence_is_none(
+    error: Exception, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def urlopen(request: Any, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(fetching, "urlopen", urlopen)
+    assert fetching._answers("https://hub") is is_there
 
 
 def test_hub_without_network_says_what_to_do(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 
 from dlmgrid.workers.benchmarks.words import PROMPT_VERSION, calibration_items, held_out_items
 from dlmgrid.workers.cell import Cell
+from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter import Drafter
+from dlmgrid.workers.drafting.drafter_file import find_drafter_file
 from dlmgrid.workers.drafting.order_checkpoint import (
     find_order_checkpoint,
     read_order_checkpoint,
@@ -204,6 +206,17 @@ def test_rows_of_the_reference_model_are_exact_and_decode_again(tmp_path: Path, 
         assert {n: ours[n] for n in names if n not in ignored} == {
             n: theirs[n] for n in names if n not in ignored
         }
+
+
+def test_a_folder_and_a_name_that_ships_nothing_are_told_apart_from_a_missing_file(tmp_path: Path) -> None:
+    for name in ("spot", "spiffy", "spot_sets"):
+        with pytest.raises(InputError, match="is a folder; name the"):
+            find_drafter_file(get_method(name), str(tmp_path))
+    with pytest.raises(
+        InputError, match=r"'spot_sets' has no shipped checkpoint, .*; make one with dlmgrid train-sets"
+    ):
+        find_drafter_file(get_method("spot_sets"), "reference")
+    assert find_drafter_file(get_method("spot"), "reference").fingerprint
 
 
 def test_a_drafter_that_is_not_the_cells_own_is_refused(tmp_path: Path) -> None:

@@ -188,7 +188,12 @@ def test_calibration_counts_every_root_and_refuses_test_items(
         calibrate_graph(tiny_runs(2, benchmark="words"), budget=8, selection="marginal_gain")
     with pytest.raises(InputError, match="is of 'my_set', which is no calibration set"):
         calibrate_graph(tiny_runs(2, benchmark="my_set"), budget=8, selection="marginal_gain")
-    with pytest.raises(InputError, match="2 combinations of model, decoder and temperature"):
+    with pytest.raises(InputError, match=r"2 combinations of model, .*: take one by --temperature \(0, 1\)"):
         calibrate_graph([*runs, *tiny_runs(2, temperature=1.0)], budget=8, selection="marginal_gain")
+    with pytest.raises(
+        InputError, match=r"2 combinations of model, .*: record them into folders of their own"
+    ):
+        calibrate_graph([*runs, *tiny_runs(2, model="other", weight_fingerprint="a" * 24)], budget=8,
+                        selection="marginal_gain")  # fmt: skip
     with pytest.raises(InputError, match="nothing is recorded"):
         calibrate_graph([], budget=8, selection="marginal_gain")

@@ -33,6 +33,12 @@ def test_the_reference_model_is_the_packaged_one(tmp_path: Path, monkeypatch: py
     assert resolve_checkpoint("reference") == tmp_path / "reference"
 
 
+def test_a_file_is_told_from_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"model\.safetensors' is a file; a checkpoint is the folder"):
+        resolve_checkpoint(str(tmp_path / "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "no-such-model", "/a/b/c", "a/b/c", "~/nowhere", ""])
 def test_a_name_that_leads_nowhere(name: str) -> None:
     with pytest.raises(InputError, match="no folder here and no hub repository"):
