@@ -12,7 +12,7 @@ Tables, all read in one run:
     decode    tokens/s of each method at batch 1 over draft-free, and the time of a round by part
     batch     draft-free tokens/s by samples in flight
     drafting  the share of drafting, summary and noise in a round
-    folding   folded passes by τ; with --taus
+    folding   folded passes by recompute ratio, over their floor and the unfolded pass
 
 Shapes have random weights; decode and batch take the checkpoint's. A table that fails is a line under ``errors`` and
 exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to a JSON file
@@ -42,7 +42,7 @@ from dlmgrid.jobs.bench_passes import Row, add_exact_over_fast, fill_prefix, par
 from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import SHAPES, random_engine, random_weights, shape_config
 from dlmgrid.jobs.bench_stock import stock_model, stock_rows, time_stock
-from dlmgrid.jobs.bench_tables import fold_table
+from dlmgrid.jobs.folding_tables import shape_table
 from dlmgrid.kernels.benchmark import Ceilings, measure_ceilings
 from dlmgrid.workers.benchmarks.words import held_out_items
 from dlmgrid.workers.decoding.decoder import Prompt
@@ -79,7 +79,9 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=4, help="words prompts at batch 1")
     parser.add_argument("--gen-length", type=int, default=128)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--taus", type=float, nargs="+", help="folded passes; 0 recomputes all rows")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="ρ of folded passes"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
     arguments = parser.parse_args()
@@ -161,7 +163,7 @@ class Bench:
 
     def _parts_of(self, table: str) -> list[str]:
         shapes = list(self.arguments.shapes)
-        if table in ("passes", "parts"):
+        if table in ("passes", "parts", "folding"):
             return shapes
         if table == "stock":
             return [*shapes, "checkpoint"]
@@ -175,10 +177,10 @@ class Bench:
             dtype=self.dtype, numerics="exact", kernels=self.kernels,
         )  # fmt: skip
 
-    def _loaded(self, num_slots: int, max_length: int, kernels: str | None = None) -> Engine:
+    def _loaded(self, num_slots: int, max_length: int) -> Engine:
         return load_engine(
             self.folder, num_slots=num_slots, max_length=max_length, device=self.arguments.device,
-            dtype=self.arguments.dtype, numerics="exact", kernels=kernels or self.kernels, self_test=False,
+            dtype=self.arguments.dtype, numerics="exact", kernels=self.kernels, self_test=False,
         )  # fmt: skip
 
     def _passes(self, shape: str) -> Iterable[Row]:
@@ -226,14 +228,13 @@ class Bench:
         engine = self._engine(shape, 64 + length + 64)
         return [drafting_row(shape, engine, 20, random_prompts(engine.config, 1, 64), length)]
 
-    def _folding(self, _: str) -> Iterable[Row]:
-        if not self.arguments.taus:
-            return
-        prefix = self.arguments.prefixes[0]
-        engine = self._loaded(1, prefix + 64, kernels="torch")
-        for budget in self.arguments.part_budgets:
-            if budget:
-                yield from fold_table(engine, budget, prefix, self.arguments.taus, self.arguments.repeats)
+    def _folding(self, shape: str) -> Iterable[Row]:
+        given = self.arguments
+        return shape_table(
+            shape, [budget for budget in given.part_budgets if budget], given.prefixes[0], given.ratios,
+            device=given.device, dtype=self.dtype, kernels=self.kernels, numerics="exact", ceilings=self.ceilings,
+            repeats=given.repeats,
+        )  # fmt: skip
 
     def _prompts(self, count: int) -> list[Prompt]:
         tokenizer = load_tokenizer(self.folder)

@@ -28,6 +28,7 @@ import dlmgrid
 from dlmgrid.jobs.bench import commit
 from dlmgrid.jobs.bench_decode import random_prompts
 from dlmgrid.jobs.bench_passes import Row
+from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import SHAPES
 from dlmgrid.jobs.folding_tables import (
     difference_table,
@@ -119,12 +120,7 @@ def shape_rows(options: argparse.Namespace) -> list[Row]:
         )  # fmt: skip
         rows += found
         for row in found:
-            print(
-                f"{row['shape']:13} D {row['budget']:3} rho {row['recompute_ratio']:.2f}: "
-                f"{row['folded']['median_ms']:8.2f} ms, {row['over_floor']:.2f} x floor, "
-                f"{row['over_unfolded']:.2f} x unfolded ({row['unfolded']['median_ms']:.2f} ms); "
-                f"tau 0 {'same bits' if row['same_bits'] else 'OTHER BITS'}"
-            )
+            print(row_line("folding", row))
     return rows
 
 

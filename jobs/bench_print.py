@@ -71,9 +71,11 @@ def _drafting(row: Row) -> str:
 
 
 def _folding(row: Row) -> str:
+    bits = "same bits" if row["same_bits"] else "OTHER BITS"
     return (
-        f"D {row['budget']:2} tau {row['tau']:g}: recomputes {row['recompute_ratio']:.2f}, "
-        f"{row['folded']['median_ms']:.2f} ms against {row['unfolded']['median_ms']:.2f} ms"
+        f"{row['shape']:13} D {row['budget']:3} rho {row['recompute_ratio']:.2f}: "
+        f"{row['folded']['median_ms']:8.2f} ms, {row['over_floor']:.2f} x floor / 1.4, "
+        f"{row['over_unfolded']:.2f} x unfolded ({row['unfolded']['median_ms']:.2f} ms); tau 0 {bits}"
     )
 
 

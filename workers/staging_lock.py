@@ -15,7 +15,7 @@ from dlmgrid.workers.errors import InputError
 
 try:
     import fcntl
-except ImportError:  # Windows has none
+except ImportError:  # Windows has none: two decoders of one unit then write the same rows twice, each whole
     fcntl = None  # type: ignore[assignment]
 
 

@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> tuple[int,
 def test_a_report_has_its_tables_and_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_checkpoint(tmp_path / "model", tiny_config())
     code, report = run(
-        monkeypatch, tmp_path, "--tables", "passes", "stock", "folding", "--taus", "0", "100", "--part-budgets", "2"
+        monkeypatch, tmp_path, "--tables", "passes", "stock", "folding", "--ratios", "1", "0.5", "--part-budgets", "2"
     )  # fmt: skip
     assert (code, report["errors"]) == (0, [])
     tables = report["tables"]
@@ -62,7 +62,8 @@ def test_a_report_has_its_tables_and_its_origin(tmp_path: Path, monkeypatch: pyt
     for row in tables["stock"]:
         expected = row["transformers"]["median_ms"] / row["engine"]["wall_ms"]
         assert row["speed_up"] == pytest.approx(expected)
-    assert [row["recompute_ratio"] for row in tables["folding"]] == [1.0, 0.0]
+    assert [row["recompute_ratio"] for row in tables["folding"]] == [1.0, pytest.approx(0.5, abs=0.1)]
+    assert all(row["same_bits"] for row in tables["folding"])
     assert report["device"].startswith("cpu") and report["versions"]["torch"] == torch.__version__
     assert report["ceilings"]["flops_per_second"] == 1e9
 
@@ -75,7 +76,7 @@ def test_a_table_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(bench, "stock_model", broken)
     code, report = run(
-        monkeypatch, tmp_path, "--tables", "stock", "folding", "--taus", "0", "--part-budgets", "2"
+        monkeypatch, tmp_path, "--tables", "stock", "folding", "--ratios", "1", "--part-budgets", "2"
     )
     assert code == 1
     assert [(e["table"], e["of"], e["error"]) for e in report["errors"]] == [

@@ -336,35 +336,30 @@ def _draw_in_panels(
 ) -> Drawn:
     """``draw`` for torch on a GPU, where how a row is summed depends on how many there are: panels of PANEL_ROWS rows,
     the last one filled up with its last row."""
+    sampling, ends = transition.rule.sampling, transition.end_token_ids
     count = logits.shape[0]
+    uniform, gumbel = functools.cache(position_noise.uniform), functools.cache(position_noise.gumbel)
     drawn = []
     for first in range(0, count, PANEL_ROWS):
         rows = torch.arange(first, first + PANEL_ROWS, device=logits.device).clamp_max(count - 1)
-        noise = PositionNoise(
-            lambda rows=rows: position_noise.uniform()[rows],  # type: ignore[misc]
-            lambda rows=rows: position_noise.gumbel()[rows],  # type: ignore[misc]
-        )
         part = draw(
             logits[rows],
-            transition.rule.sampling,
+            sampling,
             transition.temperature,
             None if token_noise is None else token_noise[rows],
-            noise,
-            transition.end_token_ids,
+            PositionNoise(
+                functools.partial(_rows_of, uniform, rows), functools.partial(_rows_of, gumbel, rows)
+            ),
+            ends,
         )
         held = min(PANEL_ROWS, count - first)
         drawn.append(Drawn(Choice(*(values[:held] for values in part.choice)), part.confidence[:held]))
-    if not drawn:
-        return draw(
-            logits,
-            transition.rule.sampling,
-            transition.temperature,
-            token_noise,
-            position_noise,
-            transition.end_token_ids,
-        )
     choices = zip(*(part.choice for part in drawn), strict=True)
     return Drawn(Choice(*map(torch.cat, choices)), torch.cat([part.confidence for part in drawn]))
+
+
+def _rows_of(noise: Callable[[], Tensor], rows: Tensor) -> Tensor:
+    return noise()[rows]
 
 
 def rows_of_pass(passed: LogitsPass, rows: Tensor) -> LogitsPass:

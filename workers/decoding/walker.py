@@ -6,6 +6,7 @@ Legend: S samples of a round, A of them walked, N segments of L tokens, H hidden
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ from dlmgrid.workers.decoding.window import crosses
 from dlmgrid.workers.drafting.drafter import DraftInputs
 
 
-class RoundWalker:
+class RoundWalker(ABC):
     """Walks rounds; :class:`~dlmgrid.workers.decoding.decoder.Decoder` drafts them and runs their passes.
 
     ``_snapshots`` is None where nothing is learnt from a pass, ``_next_snapshots`` where nothing looks at next blocks.
@@ -48,11 +49,13 @@ class RoundWalker:
     _snapshots: Snapshots | None
     _next_snapshots: Snapshots | None
 
+    @abstractmethod
     def _finish(self, sample: Sample) -> None:
-        raise NotImplementedError
+        """End a sample: its output is cut, its reason to stop is set."""
 
+    @abstractmethod
     def _forget(self, sample: Sample) -> None:
-        raise NotImplementedError
+        """Know nothing stale of a sample's block, nor of the next one."""
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """The rows [N, L, H] that predict each position of the blocks whose rows are ``hidden``."""

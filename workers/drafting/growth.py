@@ -88,8 +88,11 @@ def grow(
     )
     own_index = frontier.parents  # where each frontier state stands in the list
     if predictor is predict and inputs.temperature == 0 and inputs.rule.confidence != "random":
-        known = predict(inputs, inputs.commit_counts[:, None])  # the same whatever was committed
-        predictor = lambda *_: known  # noqa: E731
+        known = predict(inputs, inputs.commit_counts[:, None])
+
+        def predictor(*_: object) -> Prediction:
+            return known  # the same whatever was committed
+
     choices = _Choices()
     for depth in range(1, block_length + 1):
         children = _expand(inputs, frontier, root_masked, order_model, predictor, choices)

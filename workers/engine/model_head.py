@@ -6,6 +6,7 @@ Shapes: R rows, H hidden size, V vocabulary padded to whole 64s.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ NUMERICS = ("exact", "fast")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ModelHead:
+class ModelHead(ABC):
     """One model on one device, with room for some samples."""
 
     def __init__(
@@ -185,13 +186,13 @@ class ModelHead:
         check_row_invariance(f"linear {name}", lambda x: self._linear(x, weight), rows, (2, 3))
 
     @property
+    @abstractmethod
     def _tested_length(self) -> int:
         """Tokens of a sequence that the self-test passes through :meth:`_forward_rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forward_rows(self, tokens: Tensor, weights: ModelWeights) -> Tensor:
         """Hidden rows [N * L, H] of sequences int32 [N, L] from position 0 on, each alone, through ``weights``."""
-        raise NotImplementedError
 
 
 def load_model(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ class RowGraphs:
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._submissions: dict[tuple[int, float, int], _Submission] = {}
         self._is_gpu = device.type == "cuda"
+        self._pool: Any = (
+            None  # torch's handle: logits of all buckets share memory, since every answer is copied out
+        )
         self._up = self._host(ROW_BUCKETS[-1], _COLUMNS, torch.int64)
         self._down: dict[int, Tensor] = {}
         self._last: _Submission | None = None
@@ -108,8 +112,9 @@ class RowGraphs:
             submission.answer = self._answer(submission, temperature, stream)
         elif submission.graph is None:
             submission.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(submission.graph):
+            with torch.cuda.graph(submission.graph, pool=self._pool):
                 submission.answer = self._answer(submission, temperature, stream)
+            self._pool = self._pool or submission.graph.pool()
             submission.graph.replay()
         else:
             submission.graph.replay()
