@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from dlmgrid.cluster.cells import make_cells
@@ -202,6 +203,15 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     monkeypatch.setattr("dlmgrid.jobs.replay.replay_grid", replay_with_a_fault)
     assert command(recorded, grid, tmp_path / "out", verify=2) == 4
     assert "1 of 2 rows decoded live agree" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is missing is asked for")
+def test_a_device_that_is_not_there_is_refused_before_work(recorded: Path, tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(yaml.safe_dump(GRID))
+    with pytest.raises(InputError, match="sees 0 CUDA devices here"):
+        command(recorded, grid, tmp_path / "out", device="cuda")
+    assert not (tmp_path / "out" / "replays").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ Legend: S samples, W states of each, L block length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,6 +47,17 @@ class DraftInputs:
     noise: NoiseTable
     stream: Stream | None
     allows_complete: bool = False
+
+    def to(self, device: torch.device) -> DraftInputs:
+        """The inputs on another device."""
+        return replace(
+            self,
+            roots=self.roots.to(device),
+            commit_counts=self.commit_counts.to(device),
+            block_starts=self.block_starts.to(device),
+            keys=self.keys.to(device),
+            snapshots=self.snapshots.to(device),
+        )
 
 
 class Drafter(Protocol):

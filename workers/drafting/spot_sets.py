@@ -35,9 +35,23 @@ class SetDrafter:
     def __init__(self, model: SetModel, *, min_log_mass: float = -torch.inf) -> None:
         self._model = model.double().eval()
         self._min_log_mass = min_log_mass
+        self._device: torch.device | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Grow trees on ``device``, whatever device the states are on; sums there may differ by rounding."""
+        self._device = device
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
+        device = self._device or inputs.roots.device
+        if device != inputs.roots.device:
+            placed = tree.to(device)
+            self._grow(inputs.to(device), placed)
+            tree.take(placed)
+        else:
+            self._grow(inputs, tree)
+
+    def _grow(self, inputs: DraftInputs, tree: DraftTree) -> None:
         model = self._model.to(inputs.roots.device)
 
         def propose(states: Tensor, commit_counts: Tensor) -> SetPrediction:

@@ -21,6 +21,7 @@ import torch
 from dlmgrid import __version__
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
+from dlmgrid.workers.drafting.drafter import place
 from dlmgrid.workers.drafting.order_model import ScoreMemo
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import DlmgridError, InputError
@@ -43,20 +44,25 @@ SMALLEST_PART = 16
 ROWS_PER_PROCESS = 256
 """A process is started for at least this many rows: it takes seconds to start."""
 
+PROCESSES_OF_A_GPU = 4
+"""Processes share a GPU by turns: more of them only wait for one another."""
+
 COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "accepted", "drafted_nodes",
             "rows_computed")  # fmt: skip
 
 Row = dict[str, Any]
 
 
-def drafting_of(work: ReplayWork, memo: ScoreMemo) -> DraftWithFuture:
+def drafting_of(work: ReplayWork, memo: ScoreMemo, device: str) -> DraftWithFuture:
     """What fills the trees of a cell: its drafter, which never looks ahead, or a diagnostic one, which does.
 
-    Drafters with the same order model on the same runs share a ``memo``.
+    Drafters with the same order model on the same runs share a ``memo``; their networks are on ``device``.
     """
     if work.cell.method in DIAGNOSTIC_DRAFTERS:
         return DIAGNOSTIC_DRAFTERS[work.cell.method]
     drafter = build_drafter(work.cell, work.drafter_path)
+    if device != "cpu":
+        place(drafter, torch.device(device))
     if isinstance(drafter, SpotDrafter):
         drafter.share(memo)
     return without_future(drafter)
@@ -64,10 +70,12 @@ def drafting_of(work: ReplayWork, memo: ScoreMemo) -> DraftWithFuture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Generations that are replayed together for some cells: where each is recorded, as (file, row group)."""
+    """Generations that are replayed together for some cells: where each is recorded, as (file, row group), and what
+    computes the drafters' networks."""
 
     places: tuple[tuple[Path, int], ...]
     works: tuple[ReplayWork, ...]
+    device: str = "cpu"
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -75,7 +83,9 @@ class Part:
         return tuple(sorted({record for work in self.works for record in work.records}))
 
 
-def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], size: int) -> list[Part]:
+def split_parts(
+    files: Sequence[Path], works: Sequence[ReplayWork], size: int, device: str = "cpu"
+) -> list[Part]:
     """The generations that ``works`` ask for, in parts of ``size``.
 
     All works share the serialized run that ``files`` hold. Raises InputError when a key has no trajectory.
@@ -95,7 +105,7 @@ def split_parts(files: Sequence[Path], works: Sequence[ReplayWork], size: int) -
                 raise InputError(f"item {key.item_id!r} has no trajectory; record it with dlmgrid record")
     places = list(place_of.values())
     return [
-        Part(places=tuple(places[start : start + size]), works=tuple(works))
+        Part(places=tuple(places[start : start + size]), works=tuple(works), device=device)
         for start in range(0, len(places), size)
     ]
 
@@ -111,7 +121,7 @@ def replay_part(part: Part) -> list[dict[Key, Row]]:
     for work in part.works:
         memo = memos.setdefault(work.drafter_path, ScoreMemo())
         rows: dict[Key, Row] = {}
-        for index, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo))):
+        for index, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo, part.device))):
             num_steps = int(batch.ends[index] - batch.firsts[index])
             rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
         found.append(rows)
@@ -214,10 +224,13 @@ def run_plan(plan: ReplayPlan) -> None:
         by_recorded.setdefault(work.cell.reference().cell_key, []).append(work)
     num_rows = sum(len(work.keys) for work in plan.works)
     num_processes = min(available_cpus(), -(-num_rows // ROWS_PER_PROCESS))
+    if plan.device != "cpu":
+        num_processes = min(num_processes, PROCESSES_OF_A_GPU)
     num_generations = sum(len({key for work in works for key in work.keys}) for works in by_recorded.values())
     size = part_size(num_generations, num_processes)
     groups = [
-        (works, split_parts(files.get(recorded, []), works, size)) for recorded, works in by_recorded.items()
+        (works, split_parts(files.get(recorded, []), works, size, plan.device))
+        for recorded, works in by_recorded.items()
     ]
     found = run_parts([part for _, parts in groups for part in parts], num_processes)
     runner: UnitRunner | None = None

@@ -119,6 +119,32 @@ def test_growth_over_sets_equals_enumeration(tiny_runs: TinyRuns, budget: int) -
         assert grown == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "there", [torch.device("cpu", 0), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_grown_beside_the_target_are_those_grown_beside_the_states(
+    tiny_runs: TinyRuns, there: torch.device, temperature: float
+) -> None:
+    (run,) = tiny_runs(1, records=("hidden",), temperature=temperature, **THRESHOLD)
+    steps = root_steps(run)
+    inputs = stale_inputs(ReplayBatch([run]), steps)
+    drafter, placed = SetDrafter(make_model()), SetDrafter(make_model())
+    placed.place(there)
+    trees = []
+    for one in (drafter, placed):
+        trees.append(DraftTree(len(steps), 5, 8, inputs.roots.device))
+        trees[-1].plant(inputs.roots)
+        one.draft(inputs, trees[-1])
+    here, beside = trees
+    assert int(here.num_nodes.max()) > 1 and beside.tokens.device == inputs.roots.device
+    assert torch.equal(here.num_nodes, beside.num_nodes)
+    is_node = here.is_node()
+    for name in ("tokens", "parents", "depths", "hashes"):
+        assert torch.equal(getattr(here, name)[is_node], getattr(beside, name)[is_node]), name
+    torch.testing.assert_close(here.log_mass[is_node], beside.log_mass[is_node])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5], ids=lambda t: f"T{t}")
 def test_rows_are_exact_and_replay_to_the_live_counts(tiny_runs: TinyRuns, temperature: float) -> None:
     settings = {"temperature": temperature, **THRESHOLD}
