@@ -29,6 +29,9 @@ def command(
     verify: Annotated[
         int, typer.Option(min=0, help="Also decode this many items of every cell live, and compare.")
     ] = 0,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: what computes the networks of spot, spot_gamma.")
+    ] = "cpu",
 ) -> int:
     """Replay the methods of a grid on recorded runs: forwards, acceptance, drafted nodes and rows, exactly."""
     out = check_out(out)
@@ -46,6 +49,7 @@ def command(
         out=str(out / "replays"),
         works=works,
         num_verified=verify,
+        device=device,
     )
     num_rows = sum(len(work.keys) for work in works)
     typer.echo(f"replaying {num_rows} rows of {len(works)} cells", err=True)
