@@ -82,8 +82,8 @@ def _drafter_of(work: ReplayWork, device: str) -> Drafter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Generations that are replayed together for some cells: where each is recorded, as (file, row group). ``device`` computes the
-    networks of drafters."""
+    """Generations that are replayed together for some cells: where each is recorded, as (file, row group). ``device``
+    computes the networks of drafters."""
 
     places: tuple[tuple[Path, int], ...]
     works: tuple[ReplayWork, ...]

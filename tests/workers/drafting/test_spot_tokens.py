@@ -1,4 +1,4 @@
-"""SPOT with an order model that reads tokens: what it gives untrained, growth against brute force, exact rows, replay."""
+"""SPOT with an order model that reads tokens: predictions, growth against brute force, exact rows, replay, files."""
 
 from __future__ import annotations
 
