@@ -20,6 +20,7 @@ from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import ALL_METHODS, DIAGNOSTIC_METHODS
+from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import inputs_file_name, read_items
 from dlmgrid.workers.models.families import FAMILIES
@@ -109,7 +110,7 @@ def plan_replay(
                 f"{num_asked - len(keys)} of {num_asked} generations asked for are not recorded: {cell.benchmark} at "
                 f"T = {cell.temperature:g}, {decoder_text(cell.reference().to_dict())}"
             )
-        records = needed_records(cell)
+        records = needed_records(work)
         for path in files.get(work.cell.reference().cell_key, []):
             wanted_columns(path, open_trajectories(path), records)
         if num_verified:
@@ -132,10 +133,12 @@ def plan_replay(
     return tuple(works)
 
 
-def needed_records(cell: Cell) -> tuple[str, ...]:
-    """What a replay of this cell needs of a recording beyond its steps."""
-    window = ("window",) if cell.window else ()
-    return (*ALL_METHODS[cell.method].records, *window)
+def needed_records(work: CellWork) -> tuple[str, ...]:
+    """What a replay of this cell needs of a recording beyond its steps: for its method, its drafter, its window."""
+    method = ALL_METHODS[work.cell.method]
+    of_file = read_drafter_file(method, Path(work.drafter_source)).records if work.drafter_source else ()
+    window = ("window",) if work.cell.window else ()
+    return tuple(dict.fromkeys((*method.records, *of_file, *window)))
 
 
 def replay_grid(plan: ReplayPlan) -> None:

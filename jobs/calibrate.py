@@ -14,6 +14,8 @@ from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
+    from dlmgrid.workers.drafting.gamma_calibration import GammaPoint
+    from dlmgrid.workers.drafting.order_checkpoint import OrderCheckpoint
     from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 METHODS = ("spiffy", "spot_gamma")
@@ -56,6 +58,7 @@ def command(
             raise InputError(f"{name} is no option of --method {method}; leave it out")
     if method == "spot_gamma" and checkpoint is None:
         raise InputError("--method spot_gamma needs --checkpoint, the order model that drafts")
+    from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint, read_order_checkpoint
     from dlmgrid.workers.runtime import check_device
     from dlmgrid.workers.trajectories.files import unrecorded_text
     from dlmgrid.workers.trajectories.trajectory import load_trajectories
@@ -65,17 +68,19 @@ def command(
         _check_one_temperature(trajectories)
     if missing := unrecorded_text(trajectories):
         typer.echo(f"note: {missing}", err=True)
+    file = None if checkpoint is None else read_order_checkpoint(find_order_checkpoint(checkpoint))
     runs = [
         run
-        for run in load_trajectories(trajectories)
+        for run in load_trajectories(trajectories, records=file.records if file else ())
         if temperature is None or run.temperature == temperature
     ]
     if not runs and temperature is not None:
         raise InputError(f"{trajectories}: nothing is recorded at temperature {temperature:g}")
-    if checkpoint is None:
+    if file is None or checkpoint is None:
         _calibrate_spiffy(runs, out, budget, selection or "marginal_gain")
     else:
-        _calibrate_gamma(runs, out, budget, checkpoint, 4.0 if max_rise is None else max_rise, device)
+        points = _sweep(runs, file, budget, device)
+        _choose_gamma(runs, points, out, budget, checkpoint, file, 4.0 if max_rise is None else max_rise)
 
 
 def _check_one_temperature(trajectories: Path) -> None:
@@ -105,20 +110,33 @@ def _calibrate_spiffy(runs: Sequence[Trajectory], out: Path, budget: int, select
     )
 
 
-def _calibrate_gamma(
-    runs: Sequence[Trajectory], out: Path, budget: int, checkpoint: str, max_rise: float, device: str
-) -> None:
-    from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration
-    from dlmgrid.workers.drafting.gamma_calibration import choose_gamma, sweep_gamma
-    from dlmgrid.workers.drafting.order_checkpoint import (
-        find_order_checkpoint,
-        load_order_model,
-        read_order_checkpoint,
-    )
+def _sweep(runs: Sequence[Trajectory], file: OrderCheckpoint, budget: int, device: str) -> list[GammaPoint]:
+    from dlmgrid.workers.drafting.calibration_data import check_calibration
+    from dlmgrid.workers.drafting.gamma_calibration import sweep_gamma
+    from dlmgrid.workers.drafting.order_checkpoint import load_order_model
 
     check_calibration(runs)
-    file = read_order_checkpoint(find_order_checkpoint(checkpoint))
-    points = sweep_gamma(runs, load_order_model(file.path), budget=budget, device=device)
+    for run in runs:
+        if file.target not in ("", run.settings["weight_fingerprint"]):
+            raise InputError(
+                f"order model {file.path}: it reads tokens of other weights ({file.target}) than the recorded runs are "
+                f"of ({run.settings['weight_fingerprint']})"
+            )
+    return sweep_gamma(runs, load_order_model(file.path), budget=budget, device=device)
+
+
+def _choose_gamma(
+    runs: Sequence[Trajectory],
+    points: Sequence[GammaPoint],
+    out: Path,
+    budget: int,
+    checkpoint: str,
+    file: OrderCheckpoint,
+    max_rise: float,
+) -> None:
+    from dlmgrid.workers.drafting.calibration_data import describe_calibration
+    from dlmgrid.workers.drafting.gamma_calibration import choose_gamma
+
     for point in points:
         typer.echo(
             f"gamma {point.gamma:<5g} forwards {point.forwards:7.2f}  drafted {point.drafted_nodes:8.1f}"

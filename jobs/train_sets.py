@@ -115,20 +115,11 @@ def _first_model(
     from dlmgrid.workers.drafting.set_checkpoint import load_set_model
     from dlmgrid.workers.drafting.set_model import SetModel, SetShape, embedding_table
     from dlmgrid.workers.models.catalog import resolve_checkpoint
-    from dlmgrid.workers.models.checkpoint import stream_tensors
+    from dlmgrid.workers.models.checkpoint import read_embedding
 
     first = runs[0]
     folder = resolve_checkpoint(first.settings["model"], first.settings["revision"])
-    embedding = next(
-        (
-            value
-            for name, value in stream_tensors(folder)
-            if name.endswith(("embed_tokens.weight", "wte.weight"))
-        ),
-        None,
-    )
-    if embedding is None:
-        raise InputError(f"{folder}: no embedding matrix is found, so candidates cannot be embedded")
+    embedding = read_embedding(folder)
     assert first.hidden is not None
     shape = SetShape(
         hidden_size=first.hidden.shape[-1], vocab_size=embedding.shape[0], width=width, num_layers=layers

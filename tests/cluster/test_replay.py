@@ -124,6 +124,36 @@ def test_several_processes_give_the_rows_of_one(recorded: Path, tmp_path: Path) 
     assert replay_cells(files, works, num_processes=2) == alone
 
 
+def test_a_model_that_reads_tokens_replays_to_the_live_counts_and_is_refused_where_it_does_not_fit(
+    recorded: Path, tmp_path: Path
+) -> None:
+    from dlmgrid.workers.drafting.order_checkpoint import save_token_model
+    from dlmgrid.workers.drafting.token_model import TokenModel, TokenShape
+
+    def saved(name: str, target: str, hidden_size: int) -> Path:
+        shape = TokenShape(vocab_size=1024, hidden_size=hidden_size, width=16, num_layers=1, table_width=8)
+        save_token_model(tmp_path / name, TokenModel(shape), target=target, card={})
+        return tmp_path / name
+
+    def methods(path: Path) -> dict[str, Any]:
+        return {"methods": [{"name": "spot", "checkpoint": str(path)}], "temperatures": [0]}
+
+    asked = plan(recorded, tmp_path, num_verified=1, **methods(saved("any.safetensors", "", 0)))
+    replay_grid(asked)
+    found = {summary.cell.method: (summary.num_live, summary.num_agreeing) for summary in summarise(asked)}
+    assert found == {"none": (1, 1), "spot": (1, 1)}
+    with pytest.raises(InputError, match=r"device cuda:9: torch .* sees"):
+        replay_grid(replace(asked, device="cuda:9"))
+    with pytest.raises(
+        InputError, match=r"holds nothing of hidden states; record it with record: \[hidden\]"
+    ):
+        plan(recorded, tmp_path, **methods(saved("hidden.safetensors", "", 8)))
+    with pytest.raises(
+        InputError, match=r"it reads tokens of other weights \(a+\) than model 'reference' has"
+    ):
+        plan(recorded, tmp_path, **methods(saved("other.safetensors", "a" * 24, 0)))
+
+
 def test_parts_of_a_plan_are_disjoint_whole_and_keep_chains(tmp_path: Path) -> None:
     grid, units = tmp_path / "grid.yaml", tmp_path / "units.json"
     asked_for = {"methods": ["none", "ssd"], "resources": {"items_per_unit": 1}}

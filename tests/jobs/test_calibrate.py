@@ -132,7 +132,7 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
     train_sets.command(other, fitted, refit=out, **small)
     assert read_set_checkpoint(fitted).card["refit_of"] == found.fingerprint
     reason = misfit(find_drafter_file(spot_sets, str(fitted)), cell)
-    assert reason is not None and "reads the hidden states of other weights" in reason
+    assert reason is not None and "reads hidden states of other weights" in reason
 
     record_tiny_runs(path, 4, **settings)
     with pytest.raises(InputError, match="holds nothing of hidden states"):
@@ -141,3 +141,34 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
         train_sets.command(path, out, width=12)
     with pytest.raises(InputError, match=r"give a \.safetensors file"):
         train_sets.command(path, tmp_path / "sets.json")
+
+
+def test_an_order_model_that_reads_tokens_is_trained_for_one_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "runs.parquet", tmp_path / "tokens.safetensors"
+    record_tiny_runs(path, 16, records=("hidden",), model="reference", gen_length=8)
+    small: dict[str, Any] = {"width": 16, "layers": 1, "steps": 2, "batch_size": 4, "evaluate_every": 1}
+    for hidden in (False, True):
+        train_order.command(path, out, tokens=True, hidden=hidden, **small)
+        found = read_order_checkpoint(out)
+        assert (found.target, found.card["trained_on"]["items"]) == ("f" * 24, {"words_train": 16})
+        assert found.records == (("hidden",) if hidden else ())
+        printed = capsys.readouterr().out
+        assert f"{{name: spot, checkpoint: {out}}}" in printed and "stale ones in brackets" in printed
+    assert not out.with_suffix(".state").exists()
+    calibrate.command(path, "spot_gamma", tmp_path / "gamma.json", budget=4, checkpoint=str(out))
+    assert json.loads((tmp_path / "gamma.json").read_text())["order_model"] == found.fingerprint
+    record_tiny_runs(path, 16, records=("hidden",), gen_length=8, weight_fingerprint="a" * 24)
+    with pytest.raises(InputError, match="it reads tokens of other weights"):
+        calibrate.command(path, "spot_gamma", tmp_path / "gamma.json", budget=4, checkpoint=str(out))
+
+    record_tiny_runs(path, 16, model="reference", gen_length=8)
+    with pytest.raises(InputError, match="holds nothing of hidden states"):
+        calibrate.command(path, "spot_gamma", tmp_path / "gamma.json", budget=4, checkpoint=str(out))
+    with pytest.raises(InputError, match="holds nothing of hidden states"):
+        train_order.command(path, out, tokens=True, hidden=True, **small)
+    with pytest.raises(InputError, match="no multiple of 8"):
+        train_order.command(path, out, tokens=True, width=12)
+    with pytest.raises(InputError, match="are options of --tokens"):
+        train_order.command(path, out, hidden=True)

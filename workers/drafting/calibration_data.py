@@ -8,15 +8,47 @@ no list of items to get wrong, and no switch that lets test items in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from dlmgrid.workers.benchmarks.catalog import BENCHMARKS
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.trajectories.trajectory import Trajectory
+from dlmgrid.workers.trajectories.files import RecordedGeneration
 
 
-def check_calibration(runs: Sequence[Trajectory]) -> None:
+class Recorded(Protocol):
+    """A recorded run, as far as its origin goes: a trajectory, or a label."""
+
+    @property
+    def item_id(self) -> str: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of the draft-free cell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """A recorded run without its steps."""
+
+    item_id: str
+    temperature: float
+    settings: dict[str, Any]
+
+
+def labels_of(generations: Iterable[RecordedGeneration]) -> list[Label]:
+    """The labels of recorded generations."""
+    return [
+        Label(item_id=found.key.item_id, temperature=found.cell.temperature, settings=found.cell.to_dict())
+        for found in generations
+    ]
+
+
+def check_calibration(runs: Sequence[Recorded]) -> None:
     """Raises InputError when there are no runs, or when one is not of a calibration set."""
     allowed = [name for name, benchmark in BENCHMARKS.items() if benchmark.calibration]
     if not runs:
@@ -30,7 +62,7 @@ def check_calibration(runs: Sequence[Trajectory]) -> None:
             )
 
 
-def describe_calibration(runs: Sequence[Trajectory]) -> dict[str, Any]:
+def describe_calibration(runs: Sequence[Recorded]) -> dict[str, Any]:
     """What a file's card says of the runs: items of each benchmark, generations, model, decoder, temperatures."""
     items: dict[str, set[str]] = {}
     for run in runs:

@@ -87,7 +87,8 @@ class Prediction(NamedTuple):
     keep their order (on text that has ended most positions are such). ``first_probability`` and
     ``second_probability`` fp32: raw stale probabilities, for the mass of a node. All [S, W, L]; W may be 1 where
     every state of a sample is predicted alike. Positions outside the snapshot, and samples whose snapshot is not
-    valid, hold no meaning.
+    valid, hold no meaning. ``position_scores`` fp64 [S, W, L], where one network gives tokens and order: the softmax
+    over eligible positions is the distribution of the next one.
     """
 
     first: Tensor
@@ -96,6 +97,7 @@ class Prediction(NamedTuple):
     unrounded_confidence: Tensor
     first_probability: Tensor
     second_probability: Tensor
+    position_scores: Tensor | None = None
 
 
 def perturbed_scores(
@@ -150,7 +152,7 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
             first_probability=probabilities[..., 0],
             second_probability=probabilities[..., 1],
         )
-        return _rated(inputs, commit_counts, found)
+        return rated(inputs, commit_counts, found)
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
     scores = perturbed_scores(inputs, commit_counts)
@@ -174,10 +176,10 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         first_probability=raw[..., 0],
         second_probability=raw[..., 1],
     )
-    return _rated(inputs, commit_counts, found)
+    return rated(inputs, commit_counts, found)
 
 
-def _rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Prediction:
+def rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Prediction:
     """The prediction with its confidences as the decoder's rule rates positions, mapped into [0, 1] in that order.
 
     Filters and the noise of ``alg_temp`` are left out: they cost accepted drafts, never exactness.

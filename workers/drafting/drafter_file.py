@@ -22,12 +22,14 @@ SUFFIXES = {"order_model": ".safetensors", "set_model": ".safetensors", "draft_g
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterFile:
     """A checked file. ``graph`` is the draft graph that it holds, None for a model; ``target`` is the weight
-    fingerprint of the one target that a set model reads, "" where any will do."""
+    fingerprint of the one target that a model was made for, "" where any will do; ``records`` is what a recording must
+    hold beyond its steps for a replay with the file."""
 
     path: Path
     fingerprint: str
     graph: DraftGraph | None = None
     target: str = ""
+    records: tuple[str, ...] = ()
 
     @property
     def stored_name(self) -> str:
@@ -43,7 +45,8 @@ def read_drafter_file(method: MethodInfo, path: Path) -> DrafterFile:
     if method.reads == "set_model":
         found = read_set_checkpoint(path)
         return DrafterFile(path=path, fingerprint=found.fingerprint, target=found.target)
-    return DrafterFile(path=path, fingerprint=read_order_checkpoint(path).fingerprint)
+    order = read_order_checkpoint(path)
+    return DrafterFile(path=path, fingerprint=order.fingerprint, target=order.target, records=order.records)
 
 
 def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
@@ -62,9 +65,14 @@ def find_drafter_file(method: MethodInfo, name: str) -> DrafterFile:
 def misfit(file: DrafterFile, cell: Cell) -> str | None:
     """Why a file cannot draft for a cell, or None. The weights are compared only where the cell knows them."""
     if file.target and cell.weight_fingerprint not in ("", file.target):
+        weights = (
+            f"of other weights ({file.target}) than model {cell.model!r} has ({cell.weight_fingerprint})"
+        )
+        if get_method(cell.method).reads == "set_model":
+            return f"set model {file.path}: it reads hidden states {weights}; fit it with dlmgrid train-sets --refit"
         return (
-            f"set model {file.path}: it reads the hidden states of other weights ({file.target}) than model "
-            f"{cell.model!r} has ({cell.weight_fingerprint}); fit it with dlmgrid train-sets --refit"
+            f"order model {file.path}: it reads tokens {weights}; train one with dlmgrid train-order --tokens, or "
+            "without it one for any target"
         )
     reason = None if file.graph is None else _graph_misfit(file.graph, cell)
     return reason and f"draft graph {file.path}: {reason}; calibrate one for this cell"

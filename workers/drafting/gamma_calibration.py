@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.order_model import OrderModel
-from dlmgrid.workers.drafting.spot import SpotDrafter
+from dlmgrid.workers.drafting.spot import make_drafter
 from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
+from dlmgrid.workers.drafting.token_model import TokenModel
 from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory
 
@@ -36,7 +38,7 @@ class GammaPoint:
 
 def sweep_gamma(
     runs: Sequence[Trajectory],
-    model: OrderModel,
+    model: OrderModel | TokenModel,
     *,
     budget: int,
     gammas: Sequence[float] = GAMMAS,
@@ -44,7 +46,7 @@ def sweep_gamma(
 ) -> list[GammaPoint]:
     """The points of γ = 0 and of ``gammas``, in ascending order. ``runs`` must not be empty; ``device`` computes the
     model."""
-    drafter = SpotDrafter(model)
+    drafter = make_drafter(model)
     if device != "cpu":
         drafter.place(torch.device(device))
     floors = [0.0, *sorted(gammas)]
@@ -68,7 +70,7 @@ def choose_gamma(points: Sequence[GammaPoint], max_rise: float) -> GammaPoint | 
 
 @torch.inference_mode()
 def _count_rounds(
-    run: Trajectory, drafter: SpotDrafter, budget: int, floors: Sequence[float]
+    run: Trajectory, drafter: Drafter, budget: int, floors: Sequence[float]
 ) -> list[tuple[int, int]]:
     """(denoising forwards, drafted states) of one run under each floor."""
     steps = root_steps(run)

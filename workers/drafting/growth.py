@@ -1,11 +1,11 @@
 """Level-wise best-first growth: the D states of largest mass under a model of order and tokens.
 
 The mass of the root is 1; a child that commits position s with token v has m(z) = m(y) · q(s | y) · p(v), with q
-given by the method and p the raw stale probability. Level by level, every listed state of the newest level is
-expanded, equal states are merged (their masses add, capped by the best parent's), and the list is cut to D. Mass
-never grows along an edge, so the ancestors of a listed state are listed: the result is the true top D, with one
-call of the order model a level (SPOT, arXiv 2610.22543, "level-wise best-first"; merging and cap as worked out in
-the documentation of this package).
+given by the method and p the raw stale probability, or p(v | y) where the method predicts tokens too. Level by level,
+every listed state of the newest level is expanded, equal states are merged (their masses add, capped by the best
+parent's), and the list is cut to D. Mass never grows along an edge, so the ancestors of a listed state are listed: the
+result is the true top D, with one call of the order model a level (SPOT, arXiv 2610.22543, "level-wise best-first";
+merging and cap as worked out in the documentation of this package).
 
 A step that commits n > 1 positions takes the decoder's own first n - 1 choices under the stale confidences, and
 branches over the last one.
@@ -56,8 +56,9 @@ class Listed:
         )
 
 
-Predictor = Callable[[DraftInputs, Tensor], Prediction]
-"""Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold; ``predict`` unless said."""
+Predictor = Callable[[Tensor, Tensor, Tensor], Prediction]
+"""Maps (states int32 [S, W, L], their commit counts int64 [S, W], is_asked bool [S, W]) to what each position is
+predicted to hold; states that are not asked about have no children, and what is said of them holds no meaning."""
 
 
 def grow(
@@ -65,13 +66,19 @@ def grow(
     tree: DraftTree,
     order_model: OrderModel,
     *,
-    predictor: Predictor = predict,
+    predictor: Predictor | None = None,
     min_log_mass: float = -torch.inf,
+    hedge_below: float = HEDGE_BELOW,
 ) -> None:
     """Fill ``tree`` with the top-D states of every sample whose snapshot is valid.
 
     Of these, states with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is
     left still holds the ancestors of all its states.
+
+    Args:
+        order_model: is called once a level, with what ``predictor`` said of it.
+        predictor: None: the stale predictions, the same for every state.
+        hedge_below: a second token is tried where the first has a probability below this.
     """
     num_samples, block_length = inputs.roots.shape
     budget, device = tree.budget, inputs.roots.device
@@ -87,13 +94,8 @@ def grow(
         hashes=tree.hashes[:, :1],
     )
     own_index = frontier.parents  # where each frontier state stands in the list
-    if predictor is predict and inputs.temperature == 0 and inputs.rule.confidence != "random":
-        known = predict(inputs, inputs.commit_counts[:, None])
-
-        def predictor(*_: object) -> Prediction:
-            return known  # the same whatever was committed
-
-    choices = _Choices()
+    predictor = predictor or _stale_predictor(inputs)
+    choices = _Choices(hedge_below)
     for depth in range(1, block_length + 1):
         children = _expand(inputs, frontier, root_masked, order_model, predictor, choices)
         if depth == 1:  # children of one state differ
@@ -120,6 +122,19 @@ def grow(
         own_index = order
     listed.log_mass[listed.log_mass < min_log_mass] = -torch.inf
     write_list(tree, listed)
+
+
+def _stale_predictor(inputs: DraftInputs) -> Predictor:
+    """Predictions that read the state's commit count alone; at T = 0 (with no random order) not even that."""
+    if inputs.temperature == 0 and inputs.rule.confidence != "random":
+        known = predict(inputs, inputs.commit_counts[:, None])
+        return lambda *_: known
+
+    def of_counts(_: Tensor, commit_counts: Tensor, is_asked: Tensor) -> Prediction:
+        # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
+        return predict(inputs, torch.where(is_asked, commit_counts, commit_counts[:, :1]))
+
+    return of_counts
 
 
 @dataclass(slots=True)
@@ -149,8 +164,9 @@ def _none_enters(listed: Listed, children: _Children) -> bool:
 class _Choices:
     """What the first and second tokens of a prediction are worth, worked out once for levels that share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, hedge_below: float) -> None:
         self._of: Prediction | None = None
+        self._hedge_below = hedge_below
 
     def read(self, prediction: Prediction) -> _Choices:
         """With ``tokens`` int32, their ``hashes`` int64 and ``log_probability`` fp64 [S, W, L, 2] each, and ``hedge``
@@ -163,7 +179,7 @@ class _Choices:
         self.tokens = torch.stack((prediction.first, prediction.second), dim=-1)
         self.hashes = commit_hashes(positions[:, None], self.tokens)
         self.log_probability = probability.double().log()
-        self.hedge = prediction.first_probability.double() < HEDGE_BELOW
+        self.hedge = prediction.first_probability.double() < self._hedge_below
         return self
 
 
@@ -180,8 +196,8 @@ def _expand(
     masked = (frontier.tokens == MASKED) & present[..., None]
     num_masked = masked.sum(dim=-1)
     counts = (inputs.commit_counts + root_masked)[:, None] - num_masked
-    # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
-    prediction = predictor(inputs, torch.where(present, counts, counts[:, :1]))
+    is_asked = num_masked > (0 if inputs.allows_complete or inputs.rule.may_open_nothing else 1)
+    prediction = predictor(frontier.tokens, counts, is_asked)
     shape = (num_samples, width, length)
     choices = choices.read(prediction)
     first_log_probability, second_log_probability = choices.log_probability.unbind(-1)

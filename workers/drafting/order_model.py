@@ -40,11 +40,12 @@ _STATES_AT_ONCE = 32  # on a CPU: what fits its caches
 
 class EncoderLayer(nn.Module):
     """One encoder layer of a given width, normalised after each residual sum; the feed-forward part is four times as
-    wide."""
+    wide. ``dropout`` acts on what is added, in training only."""
 
-    def __init__(self, width: int = WIDTH, num_heads: int = NUM_HEADS) -> None:
+    def __init__(self, width: int = WIDTH, num_heads: int = NUM_HEADS, *, dropout: float = 0.0) -> None:
         super().__init__()
         self._num_heads = num_heads
+        self._dropout = dropout
         self.project = nn.Linear(width, 3 * width)
         self.merge = nn.Linear(width, width)
         self.norm_attention = nn.LayerNorm(width)
@@ -53,15 +54,19 @@ class EncoderLayer(nn.Module):
         self.norm_feed_forward = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Rows [B, M, width]; ``bias`` [B, 1, 1, M] is -inf at positions that no one may see."""
+        """Rows [B, M, width]; ``bias``, of a shape that fits [B, heads, M, M], is added to what a position (third axis)
+        thinks of another (fourth): -inf at positions that no one may see."""
         batch, length, width = x.shape
         shape = (batch, length, 3, self._num_heads, width // self._num_heads)
         query, key, value = self.project(x).view(shape).permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) / math.sqrt(width // self._num_heads) + bias
         mixed = (scores.softmax(dim=-1) @ value).transpose(1, 2).reshape(batch, length, width)
-        x = self.norm_attention(x + self.merge(mixed))
-        out: Tensor = self.norm_feed_forward(x + self.down(torch.relu(self.up(x))))
+        x = self.norm_attention(x + self._dropped(self.merge(mixed)))
+        out: Tensor = self.norm_feed_forward(x + self._dropped(self.down(torch.relu(self.up(x)))))
         return out
+
+    def _dropped(self, values: Tensor) -> Tensor:
+        return nn.functional.dropout(values, self._dropout, self.training) if self._dropout else values
 
 
 class OrderModel(nn.Module):

@@ -1,16 +1,22 @@
-"""An order model on another device than the states it is asked about: where a GPU verifies, the host drafts.
+"""A drafting network on another device than the states it is asked about: where a GPU verifies, the host drafts.
 
-Shapes: B states, M positions of each.
+States are padded to one of a few numbers, each of which replays one CUDA graph. Sums in fp64 may differ from the CPU's
+by rounding, far below the differences between masses.
+
+Shapes: S samples, B states, M positions of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.drafting.order_model import NUM_FEATURES, OrderModel
+from dlmgrid.workers.drafting.token_model import Stale, TokenModel, TokenScores
 
 STATE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """States are padded to the next of these, and each number replays one CUDA graph; more are computed in parts."""
@@ -18,19 +24,32 @@ STATE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclass(slots=True)
 class _Submission:
-    """Buffers of one bucket; ``scores`` [B, M] after a run."""
+    """Buffers of one bucket; ``found`` after a run."""
 
-    features: Tensor  # [B, M, 74]
-    present: Tensor  # [B, M]
-    scores: Tensor | None = None
+    given: Sequence[Tensor]  # [B, …]
+    found: Sequence[Tensor] | None = None
     graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, compute: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What ``compute`` gives for the buffers: directly the first time, which warms up, then as a graph."""
+        if self.found is None or not self.given[0].is_cuda:
+            self.found = compute(*self.given)
+        elif self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.found = compute(*self.given)
+            self.graph.replay()
+        else:
+            self.graph.replay()
+        return self.found
+
+
+def _bucket(count: int) -> int:
+    return next(bucket for bucket in STATE_BUCKETS if bucket >= count)
 
 
 class PlacedModel:
-    """Scores of ``model`` for features on the CPU, computed on ``device``.
-
-    Sums in fp64 may differ from the CPU's by rounding, far below the differences between masses.
-    """
+    """Scores of ``model`` for features on the CPU, computed on ``device``."""
 
     def __init__(self, model: OrderModel, device: torch.device) -> None:
         self._model = model.to(device)
@@ -45,25 +64,76 @@ class PlacedModel:
         if count > most:
             parts = zip(features.split(most), present.split(most), strict=True)
             return torch.cat([self(*part) for part in parts])
-        size = next(bucket for bucket in STATE_BUCKETS if bucket >= count)
-        key = (size, width)
-        is_new = key not in self._submissions
-        if is_new:
+        key = (_bucket(count), width)
+        if key not in self._submissions:
             self._submissions[key] = _Submission(
-                torch.zeros((size, width, NUM_FEATURES), dtype=torch.float64, device=self._device),
-                torch.ones((size, width), dtype=torch.bool, device=self._device),
+                (
+                    torch.zeros((*key, NUM_FEATURES), dtype=torch.float64, device=self._device),
+                    torch.ones(key, dtype=torch.bool, device=self._device),
+                )
             )
-        given = self._submissions[key]
-        given.features[:count] = features.double().to(self._device)
-        given.present[:count] = present.to(self._device)
-        if is_new or self._device.type != "cuda":
-            given.scores = self._model(given.features, given.present)
-        elif given.graph is None:
-            given.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(given.graph):
-                given.scores = self._model(given.features, given.present)
-            given.graph.replay()
-        else:
-            given.graph.replay()
-        assert given.scores is not None
-        return given.scores[:count].cpu()
+        submission = self._submissions[key]
+        submission.given[0][:count] = features.double().to(self._device)
+        submission.given[1][:count] = present.to(self._device)
+        (scores,) = submission.run(lambda *given: (self._model(*given),))
+        return scores[:count].cpu()
+
+
+class PlacedTokens:
+    """Scores of a token model for states on the CPU, computed on ``device``: snapshots go up once a draft."""
+
+    def __init__(self, model: TokenModel, device: torch.device) -> None:
+        self._model = model.to(device)
+        self._device = device
+        self._submissions: dict[tuple[int, int], _Submission] = {}
+
+    @torch.inference_mode()
+    def read(self, snapshots: Snapshots) -> Stale:
+        """As :meth:`TokenModel.read`, of snapshots on the CPU; the result stays on the device."""
+        names = (
+            "masked",
+            "token_ids",
+            "probabilities",
+            "entropy",
+            "tail_mass",
+            "log_tempered_mass",
+            "is_valid",
+        )
+        hidden = snapshots.hidden if self._model.shape.hidden_size else None
+        return self._model.read(
+            Snapshots.of(
+                **{name: getattr(snapshots, name).to(self._device) for name in names},
+                hidden=None if hidden is None else hidden.to(self._device),
+            )
+        )
+
+    @torch.inference_mode()
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
+        """Scores fp64 on the CPU of B states there, drafted from the rows ``sample`` int64 [B] of ``stale``; ``path``
+        and ``states`` as :meth:`TokenModel.forward` takes them."""
+        count, most = states.shape[0], STATE_BUCKETS[-1]
+        if count > most:
+            chunks = zip(sample.split(most), path.split(most), states.split(most), strict=True)
+            parts = [self(stale, *chunk) for chunk in chunks]
+            return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        size = _bucket(count)
+        key = (size, states.shape[1])
+        if key not in self._submissions:
+            rows = [
+                torch.zeros((size, *part.shape[1:]), dtype=part.dtype, device=self._device) for part in stale
+            ]
+            self._submissions[key] = _Submission(
+                (
+                    *rows,
+                    torch.zeros((size, *path.shape[1:]), dtype=path.dtype, device=self._device),
+                    torch.zeros((size, states.shape[1]), dtype=torch.int64, device=self._device),
+                )
+            )
+        submission = self._submissions[key]
+        which = sample.to(self._device)
+        for buffer, part in zip(submission.given[: len(stale)], stale, strict=True):
+            buffer[:count] = part[which]
+        submission.given[-2][:count] = path.to(self._device)
+        submission.given[-1][:count] = states.to(self._device)
+        found = submission.run(lambda *given: self._model(Stale(*given[:-2]), *given[-2:]))
+        return TokenScores(*(part[:count].cpu() for part in found))

@@ -94,12 +94,12 @@ class SetModel(nn.Module):
         return self.include(x).squeeze(-1), scores.log_softmax(dim=-1) + mass.log()
 
 
-def embedding_table(embedding: Tensor) -> Tensor:
-    """fp32 [V, 64]: an embedding matrix [V, H] on its leading principal axes, scaled to unit variance; axes that the
-    matrix does not have are zero."""
+def embedding_table(embedding: Tensor, width: int = TABLE_WIDTH) -> Tensor:
+    """fp32 [V, width]: an embedding matrix [V, H] on its leading principal axes, scaled to unit variance; axes that
+    the matrix does not have are zero."""
     centred = embedding.double() - embedding.double().mean(dim=0)
     _, axes = torch.linalg.eigh(centred.T @ centred)
-    count = min(TABLE_WIDTH, axes.shape[1])
-    table = torch.zeros(embedding.shape[0], TABLE_WIDTH, dtype=torch.float64)
+    count = min(width, axes.shape[1])
+    table = torch.zeros(embedding.shape[0], width, dtype=torch.float64)
     table[:, :count] = centred @ axes.flip(1)[:, :count]
     return (table / table.square().mean().sqrt().clamp_min(1e-12)).float()

@@ -1,7 +1,8 @@
 """SPOT (arXiv 2610.22543): the D states of largest mass under a trained order model.
 
 The growth is that of ``growth``: level by level, equal states merged, a second token tried where the first has a
-stale probability below 0.6. Only q(s | y) differs from the confidence tree.
+stale probability below 0.6. Only q(s | y) differs from the confidence tree. With a model that reads tokens the method
+is that of ``spot_tokens``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position
 from dlmgrid.workers.drafting.placed_model import PlacedModel
+from dlmgrid.workers.drafting.spot_tokens import TokenDrafter
+from dlmgrid.workers.drafting.token_model import TokenModel
 
 
 class SpotDrafter:
@@ -66,6 +69,15 @@ def _root_keys(inputs: DraftInputs) -> Tensor:
     return keys
 
 
+def make_drafter(
+    model: OrderModel | TokenModel, *, min_log_mass: float = -torch.inf
+) -> SpotDrafter | TokenDrafter:
+    """The drafter for a model of either kind."""
+    if isinstance(model, TokenModel):
+        return TokenDrafter(model, min_log_mass=min_log_mass)
+    return SpotDrafter(model, min_log_mass=min_log_mass)
+
+
 def build(checkpoint: Path) -> Drafter:
     """SPOT with the order model at ``checkpoint``. Raises InputError for a file that is none."""
-    return SpotDrafter(load_order_model(checkpoint))
+    return make_drafter(load_order_model(checkpoint))

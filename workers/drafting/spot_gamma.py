@@ -11,11 +11,11 @@ from pathlib import Path
 
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
-from dlmgrid.workers.drafting.spot import SpotDrafter
+from dlmgrid.workers.drafting.spot import make_drafter
 
 
 def build(checkpoint: Path, gamma: float) -> Drafter:
     """SPOT-γ with 0 < γ ≤ 1. Raises InputError for a file that holds no order model, ValueError for another γ."""
     if not 0 < gamma <= 1:
         raise ValueError(f"gamma is {gamma}, it must lie in (0, 1]")
-    return SpotDrafter(load_order_model(checkpoint), min_log_mass=math.log(gamma))
+    return make_drafter(load_order_model(checkpoint), min_log_mass=math.log(gamma))

@@ -34,13 +34,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
     """What fixes the weights, given the examples, the first weights and a kind of device. ``depth_scale`` is in
-    steps."""
+    steps, and so is ``warmup``, over which the learning rate rises."""
 
     steps: int = 2000
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    warmup: int = 0
     depth_scale: float = 8.0
     evaluate_every: int = 100
     patience: int = 5
@@ -126,8 +127,10 @@ class Progress:
 
     def _step(self, losses: Callable[[Tensor], Tensor], depths: Tensor) -> None:
         settings = self.settings
+        rise = min(1.0, (self.step + 1) / (settings.warmup + 1))
+        fall = (1 + math.cos(math.pi * self.step / settings.steps)) / 2
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * (1 + math.cos(math.pi * self.step / settings.steps)) / 2
+            group["lr"] = settings.learning_rate * rise * fall
         key = hashlib.sha256(f"{settings.seed}/{self.step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         which = torch.randint(depths.shape[0], (settings.batch_size,), generator=generator)

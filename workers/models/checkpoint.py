@@ -109,6 +109,14 @@ def stream_tensors(folder: Path | str, device: str = "cpu") -> Iterator[tuple[st
         yield entry.name, _read_tensor(entry).to(device)
 
 
+def read_embedding(folder: Path | str) -> Tensor:
+    """The embedding matrix [V, H] of a checkpoint, in its stored type. Raises InputError where none is found."""
+    for entry in read_entries(folder):
+        if entry.name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight")):
+            return _read_tensor(entry)
+    raise InputError(f"{folder}: no embedding matrix is found, so candidates cannot be embedded")
+
+
 def _read_tensor(entry: TensorEntry) -> Tensor:
     import torch
 

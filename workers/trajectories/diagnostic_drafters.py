@@ -45,7 +45,7 @@ def stale_order(inputs: DraftInputs, tree: DraftTree, future: Future) -> None:
 def oracle_token(inputs: DraftInputs, tree: DraftTree, future: Future) -> None:
     """The confidence tree, certain of the target's own tokens."""
 
-    def predict_truth(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
+    def predict_truth(states: Tensor, commit_counts: Tensor, is_asked: Tensor) -> Prediction:
         stale = predict(inputs, commit_counts)
         tokens = future.tokens[:, None].expand_as(stale.first)
         certain = torch.ones_like(stale.first_probability)

@@ -30,7 +30,7 @@ class ReplayWork:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayPlan:
     """All cells of a replay. The first ``num_verified`` keys of each are decoded live as well; ``out`` receives
-    one ``<cell_key>.parquet`` a cell. ``device`` computes the drafters' networks."""
+    one ``<cell_key>.parquet`` a cell; ``device`` computes the networks of drafters that have one."""
 
     trajectories: str
     out: str

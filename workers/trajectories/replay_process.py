@@ -1,4 +1,5 @@
-"""Replay planned cells: ``python -m dlmgrid.workers.trajectories.replay_process PLAN``. CPU, no model.
+"""Replay planned cells: ``python -m dlmgrid.workers.trajectories.replay_process PLAN``. No model; on the CPU, where
+the plan does not put the networks of drafters on a GPU.
 
 Every generation is read once and replayed under all cells of its serialized run; a large plan takes one process for
 each processor. Only where the plan asks for live
@@ -21,11 +22,12 @@ import torch
 from dlmgrid import __version__
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.catalog import DIAGNOSTIC_METHODS
-from dlmgrid.workers.drafting.drafter import place
+from dlmgrid.workers.drafting.drafter import Drafter, place
 from dlmgrid.workers.drafting.order_model import ScoreMemo
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import DlmgridError, InputError
 from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
 from dlmgrid.workers.trajectories.files import files_by_cell, open_trajectories, read_generation
@@ -53,25 +55,38 @@ COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "
 Row = dict[str, Any]
 
 
-def drafting_of(work: ReplayWork, memo: ScoreMemo, device: str) -> DraftWithFuture:
+def drafting_of(work: ReplayWork, memo: ScoreMemo, device: str = "cpu") -> DraftWithFuture:
     """What fills the trees of a cell: its drafter, which never looks ahead, or a diagnostic one, which does.
 
-    Drafters with the same order model on the same runs share a ``memo``; their networks are on ``device``.
+    Drafters with the same order model on the same runs share a ``memo``; a network is computed on ``device``.
     """
     if work.cell.method in DIAGNOSTIC_DRAFTERS:
         return DIAGNOSTIC_DRAFTERS[work.cell.method]
-    drafter = build_drafter(work.cell, work.drafter_path)
-    if device != "cpu":
-        place(drafter, torch.device(device))
+    drafter = _drafter_of(work, device)
     if isinstance(drafter, SpotDrafter):
         drafter.share(memo)
     return without_future(drafter)
 
 
+_BUILT: dict[tuple[Any, ...], Drafter] = {}
+
+
+def _drafter_of(work: ReplayWork, device: str) -> Drafter:
+    """The drafter of a cell. A process builds each once, with its network and the graphs of it on a GPU."""
+    cell = work.cell
+    key = (cell.method, cell.drafter_fingerprint, cell.gamma, work.drafter_path, device)
+    if key not in _BUILT:
+        drafter = build_drafter(cell, work.drafter_path)
+        if device != "cpu":
+            place(drafter, torch.device(device))
+        _BUILT[key] = drafter
+    return _BUILT[key]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Generations that are replayed together for some cells: where each is recorded, as (file, row group), and what
-    computes the drafters' networks."""
+    """Generations that are replayed together for some cells: where each is recorded, as (file, row group). ``device``
+    computes the networks of drafters."""
 
     places: tuple[tuple[Path, int], ...]
     works: tuple[ReplayWork, ...]
@@ -84,7 +99,7 @@ class Part:
 
 
 def split_parts(
-    files: Sequence[Path], works: Sequence[ReplayWork], size: int, device: str = "cpu"
+    files: Sequence[Path], works: Sequence[ReplayWork], size: int, *, device: str = "cpu"
 ) -> list[Part]:
     """The generations that ``works`` ask for, in parts of ``size``.
 
@@ -216,6 +231,7 @@ def _row(cell: Cell, replayed: Replayed, num_steps: int) -> Row:
 
 def run_plan(plan: ReplayPlan) -> None:
     """Replay a plan, writing each cell's file whole."""
+    check_device(plan.device)
     files = files_by_cell(Path(plan.trajectories))
     out = Path(plan.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -229,7 +245,7 @@ def run_plan(plan: ReplayPlan) -> None:
     num_generations = sum(len({key for work in works for key in work.keys}) for works in by_recorded.values())
     size = part_size(num_generations, num_processes)
     groups = [
-        (works, split_parts(files.get(recorded, []), works, size, plan.device))
+        (works, split_parts(files.get(recorded, []), works, size, device=plan.device))
         for recorded, works in by_recorded.items()
     ]
     found = run_parts([part for _, parts in groups for part in parts], num_processes)

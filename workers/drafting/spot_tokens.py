@@ -1,0 +1,153 @@
+"""SPOT with an order model that reads tokens: order and tokens of a state come from one look at the state itself.
+
+The growth is that of ``growth``. A child's p(v) is the probability that v is committed there if the position is next;
+the second token is tried wherever its mass is large enough, since these probabilities, unlike stale ones, are meant to
+be right. At T > 0 the tokens are the perturbed argmax of the predicted fresh distribution under the target's noise, and
+p(v) is its probability. The 24 candidates beyond the 8 share the mass of *none of them* as their stale ones do.
+
+Legend: S samples, W states of each, B states that are asked about, L block length.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dlmgrid.workers.decoding.snapshot import Snapshots
+from dlmgrid.workers.decoding.tree import DraftTree
+from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, perturbed_scores, rated
+from dlmgrid.workers.drafting.growth import grow
+from dlmgrid.workers.drafting.order_model import masked_log_softmax
+from dlmgrid.workers.drafting.placed_model import PlacedTokens
+from dlmgrid.workers.drafting.set_model import NUM_RESCORED
+from dlmgrid.workers.drafting.token_model import Stale, TokenModel, TokenScores, path_of
+
+HEDGE_BELOW = 1.0
+_STATES_AT_ONCE = 32  # on a CPU: what fits its caches
+
+
+class TokenReader(Protocol):
+    """A token model, here or on another device."""
+
+    def read(self, snapshots: Snapshots) -> Stale: ...
+
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
+        """Scores of states int64 [B, L] drafted from the rows ``sample`` of ``stale``."""
+
+
+class LocalTokens:
+    """A token model on the device of the states."""
+
+    def __init__(self, model: TokenModel) -> None:
+        self._model = model
+
+    def read(self, snapshots: Snapshots) -> Stale:
+        """As :meth:`TokenModel.read`."""
+        return self._model.read(snapshots)
+
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
+        """As :meth:`TokenModel.forward`; on a CPU a few states at a time."""
+        size = max(1, states.shape[0]) if states.is_cuda else _STATES_AT_ONCE
+        chunks = zip(sample.split(size), path.split(size), states.split(size), strict=True)
+        parts = [self._model(stale.rows(rows), *chunk) for rows, *chunk in chunks]
+        return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+class TokenDrafter:
+    """The D states of largest mass under a token model; with ``min_log_mass`` only those of at least that log mass.
+
+    Args:
+        model: it is held in fp64, so that what else is packed changes no tree.
+    """
+
+    def __init__(self, model: TokenModel, *, min_log_mass: float = -torch.inf) -> None:
+        self._model = model.double().eval()
+        self._min_log_mass = min_log_mass
+        self._placed: PlacedTokens | None = None
+        self.reads_hidden = model.shape.hidden_size > 0
+
+    def place(self, device: torch.device) -> None:
+        """Compute scores on ``device``, whatever device the states are on."""
+        self._placed = PlacedTokens(self._model, device)
+
+    @torch.inference_mode()
+    def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
+        """Fill every tree whose root has a valid snapshot."""
+        if tree.budget == 0:
+            return
+        reader = self._placed or LocalTokens(self._model.to(inputs.roots.device))
+        stale = reader.read(inputs.snapshots)
+
+        def look(states: Tensor, commit_counts: Tensor, is_asked: Tensor) -> Prediction:
+            return predict_tokens(reader, inputs, stale, states, commit_counts, is_asked)
+
+        grow(
+            inputs,
+            tree,
+            _order,
+            predictor=look,
+            min_log_mass=self._min_log_mass,
+            hedge_below=HEDGE_BELOW,
+        )
+
+
+def _order(_: Tensor, eligible: Tensor, prediction: Prediction) -> Tensor:
+    """log q fp64 [S, W, L]. Of a step that commits several positions the last one is drawn from the scores of the state
+    before the step."""
+    assert prediction.position_scores is not None
+    return masked_log_softmax(prediction.position_scores, eligible)
+
+
+def predict_tokens(
+    reader: TokenReader,
+    inputs: DraftInputs,
+    stale: Stale,
+    states: Tensor,
+    commit_counts: Tensor,
+    is_asked: Tensor,
+) -> Prediction:
+    """What a token model predicts of states int32 [S, W, L] with commit counts int64 [S, W].
+
+    Only states that ``is_asked`` (bool [S, W]) are computed; what is said of the others holds no meaning.
+    """
+    snapshots = inputs.snapshots
+    sample, which = is_asked.nonzero(as_tuple=True)
+    path = path_of(snapshots, inputs.roots, states, torch.float64)[sample, which]
+    found = reader(stale, sample, path, states[sample, which].long())
+    stale_log = snapshots.probabilities.double().log()
+    of_rest = torch.cat((snapshots.probabilities[..., NUM_RESCORED:], snapshots.tail_mass[..., None]), dim=-1)
+    all_rest = of_rest.double().sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    rest = stale_log[..., NUM_RESCORED:] - all_rest.log()
+
+    def whole(log_p: Tensor) -> Tensor:
+        """log probabilities fp64 [S, W, L, 32] from those of the 8 and of none of them, [B, L, 9]."""
+        shape = (*states.shape, stale_log.shape[-1])
+        out = torch.full(shape, -torch.inf, dtype=torch.float64, device=states.device)
+        out[sample, which] = torch.cat((log_p[..., :-1], rest[sample] + log_p[..., -1:]), dim=-1)
+        return out
+
+    log_fresh = whole(found.log_fresh)
+    if inputs.temperature > 0:
+        log_p = log_fresh
+        scores = perturbed_scores(inputs, commit_counts, log_p)
+    else:
+        scores = log_p = whole(found.log_committed)
+    two = scores.topk(2, dim=-1).indices
+    token_ids = snapshots.token_ids[:, None].expand(scores.shape)
+    tokens = token_ids.gather(-1, two).to(torch.int32)
+    probabilities = log_p.gather(-1, two).exp()
+    confidence = log_fresh.gather(-1, two[..., :1]).squeeze(-1).exp()
+    positions = torch.zeros(states.shape, dtype=torch.float64, device=states.device)
+    positions[sample, which] = found.scores
+    prediction = Prediction(
+        first=tokens[..., 0],
+        second=tokens[..., 1],
+        confidence=confidence.float(),
+        unrounded_confidence=confidence,
+        first_probability=probabilities[..., 0],
+        second_probability=probabilities[..., 1],
+        position_scores=positions,
+    )
+    return rated(inputs, commit_counts, prediction)
