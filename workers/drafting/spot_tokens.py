@@ -132,7 +132,10 @@ def predict_tokens(
     log_fresh = whole(found.log_fresh)
     if inputs.temperature > 0:
         log_p = log_fresh
-        scores = perturbed_scores(inputs, commit_counts, log_p)
+        # Present states come first: the others take their count, so that the noise of one count is drawn once.
+        counts = torch.where(is_asked, commit_counts, commit_counts[:, :1])
+        is_shared = bool((counts == counts[:, :1]).all())
+        scores = perturbed_scores(inputs, counts[:, :1] if is_shared else counts, log_p)
     else:
         scores = log_p = whole(found.log_committed)
     two = scores.topk(2, dim=-1).indices
