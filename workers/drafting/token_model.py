@@ -127,6 +127,7 @@ class TokenModel(nn.Module):
         self.sharpen = nn.Linear(width, 1)
         nn.init.zeros_(self.sharpen.weight)
         nn.init.zeros_(self.sharpen.bias)
+        self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
         self.head = nn.Sequential(
             nn.Linear(width + shape.num_candidates + 3, width), nn.ReLU(), nn.Linear(width, 1)
         )
@@ -200,8 +201,8 @@ class TokenModel(nn.Module):
         top = log_fresh[..., :-1].amax(dim=-1, keepdim=True)
         doubt = (-torch.expm1(top)).clamp_min(_LEAST).log()
         read = torch.cat((log_fresh.clamp_min(-20.0), top, doubt), dim=-1) / _SCALE
-        scores = self.head(torch.cat((x, read), dim=-1)).squeeze(-1)
-        return TokenScores(scores, log_fresh, sharp.log_softmax(dim=-1))
+        scores = self.head(torch.cat((x, read), dim=-1)) + self.by_confidence * (top - doubt)
+        return TokenScores(scores.squeeze(-1), log_fresh, sharp.log_softmax(dim=-1))
 
     @staticmethod
     def _matches(stale: Stale, states: Tensor) -> Tensor:
