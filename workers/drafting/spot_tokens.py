@@ -68,9 +68,11 @@ class TokenDrafter:
         self._placed: PlacedTokens | None = None
         self.reads_hidden = model.shape.hidden_size > 0
 
-    def place(self, device: torch.device) -> None:
-        """Compute scores on ``device``, whatever device the states are on."""
+    def place(self, device: torch.device, setting: object = None) -> str:
+        """Compute scores on ``device``, whatever device the states are on and whatever ``setting`` is known of the
+        drafts. Returns where trees grow."""
         self._placed = PlacedTokens(self._model, device)
+        return "host: the order model reads tokens, its scores alone are computed on the device"
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
