@@ -3,9 +3,10 @@
 The growth is that of ``growth``. A child's p(v) is the probability that v is committed there if the position is next;
 the second token is tried wherever its mass is large enough, since these probabilities, unlike stale ones, are meant to
 be right. At T > 0 the tokens are the perturbed argmax of the predicted fresh distribution under the target's noise, and
-p(v) is its probability. The 24 candidates beyond the 8 share the mass of *none of them* as their stale ones do.
+p(v) is its probability. The stale candidates that the network does not score share the mass of *none of them* as
+they did.
 
-Legend: S samples, W states of each, B states that are asked about, L block length.
+Legend: S samples, W states of each, B states that are asked about, L block length, K scored candidates.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, perturbed_
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_model import masked_log_softmax
 from dlmgrid.workers.drafting.placed_model import PlacedTokens
-from dlmgrid.workers.drafting.set_model import NUM_RESCORED
 from dlmgrid.workers.drafting.token_model import Stale, TokenModel, TokenScores, path_of
 
 HEDGE_BELOW = 1.0
@@ -68,9 +68,11 @@ class TokenDrafter:
         self._placed: PlacedTokens | None = None
         self.reads_hidden = model.shape.hidden_size > 0
 
-    def place(self, device: torch.device) -> None:
-        """Compute scores on ``device``, whatever device the states are on."""
+    def place(self, device: torch.device, setting: object = None) -> str:
+        """Compute scores on ``device``, whatever device the states are on and whatever ``setting`` is known of the
+        drafts. Returns where trees grow."""
         self._placed = PlacedTokens(self._model, device)
+        return "host: the order model reads tokens, its scores alone are computed on the device"
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
@@ -117,12 +119,13 @@ def predict_tokens(
     path = path_of(snapshots, inputs.roots, states, torch.float64)[sample, which]
     found = reader(stale, sample, path, states[sample, which].long())
     stale_log = snapshots.probabilities.double().log()
-    of_rest = torch.cat((snapshots.probabilities[..., NUM_RESCORED:], snapshots.tail_mass[..., None]), dim=-1)
+    num_scored = stale.token_ids.shape[-1]
+    of_rest = torch.cat((snapshots.probabilities[..., num_scored:], snapshots.tail_mass[..., None]), dim=-1)
     all_rest = of_rest.double().sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    rest = stale_log[..., NUM_RESCORED:] - all_rest.log()
+    rest = stale_log[..., num_scored:] - all_rest.log()
 
     def whole(log_p: Tensor) -> Tensor:
-        """log probabilities fp64 [S, W, L, 32] from those of the 8 and of none of them, [B, L, 9]."""
+        """log probabilities fp64 [S, W, L, 32] from those of the scored ones and of none of them, [B, L, K + 1]."""
         shape = (*states.shape, stale_log.shape[-1])
         out = torch.full(shape, -torch.inf, dtype=torch.float64, device=states.device)
         out[sample, which] = torch.cat((log_p[..., :-1], rest[sample] + log_p[..., -1:]), dim=-1)
@@ -131,7 +134,10 @@ def predict_tokens(
     log_fresh = whole(found.log_fresh)
     if inputs.temperature > 0:
         log_p = log_fresh
-        scores = perturbed_scores(inputs, commit_counts, log_p)
+        # Present states come first: the others take their count, so that the noise of one count is drawn once.
+        counts = torch.where(is_asked, commit_counts, commit_counts[:, :1])
+        is_shared = bool((counts == counts[:, :1]).all())
+        scores = perturbed_scores(inputs, counts[:, :1] if is_shared else counts, log_p)
     else:
         scores = log_p = whole(found.log_committed)
     two = scores.topk(2, dim=-1).indices

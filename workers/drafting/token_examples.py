@@ -32,7 +32,7 @@ from dlmgrid.workers.trajectories.files import Place, open_trajectories, recorde
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_generation
 
 _LOG_FLOOR = -20.0
-_NUM_READERS = 8
+_NUM_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

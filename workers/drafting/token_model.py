@@ -6,7 +6,7 @@ the ceiling. This network sees what the drafted state holds: embeddings of its t
 the positions still masked, on request the target's hidden state of the stale pass, and which candidates equal a token
 nearby (a word that is committed moves its neighbours to the next one). For a state it gives, at every masked position,
 
-- *fresh*: the target's distribution at this state, over the 8 likeliest stale candidates and none of them;
+- *fresh*: the target's distribution at this state, over the 16 likeliest stale candidates and none of them;
 - *committed*: the same for the token that is committed there if this position is next (a sharper question);
 - a score; the softmax over the masked positions is the distribution of the next one.
 
@@ -14,7 +14,7 @@ Untrained it gives the stale distributions. Everything is a function of snapshot
 two orders is judged alike. Embeddings come from a table that the checkpoint
 holds: the target's embedding matrix on its leading principal axes. The layout is this package's.
 
-Legend: S samples, B states, L block length, H hidden size of the target, K = 8 candidates, T table width.
+Legend: S samples, B states, L block length, H hidden size of the target, K = 16 candidates, T table width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.order_model import NUM_FEATURES, EncoderLayer, path_features, stale_features
-from dlmgrid.workers.drafting.set_model import NUM_RESCORED
 
 NUM_HEADS = 8
 NEIGHBOURS = (-2, -1, 1, 2)
@@ -42,13 +41,15 @@ _SCALE = 4.0  # of log probabilities where a network reads them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShape:
-    """Sizes of a network: of its target (vocabulary, hidden size; 0: hidden states are not read) and its own."""
+    """Sizes of a network: of its target (vocabulary, hidden size; 0: hidden states are not read) and its own. Of the
+    tokens committed up to four steps after a snapshot of a small model, 16 candidates hold 93 %, 8 hold 89 %."""
 
     vocab_size: int
     hidden_size: int = 0
     width: int = 256
     num_layers: int = 4
     table_width: int = 128
+    num_candidates: int = 16
 
 
 class Stale(NamedTuple):
@@ -87,7 +88,7 @@ class CandidateScores(nn.Module):
     def __init__(self, shape: TokenShape) -> None:
         super().__init__()
         self.query = nn.Linear(shape.width, shape.table_width)
-        self.by_rank = nn.Linear(shape.width, NUM_RESCORED + 1)
+        self.by_rank = nn.Linear(shape.width, shape.num_candidates + 1)
         self.by_match = nn.Linear(shape.width, 2 * len(NEIGHBOURS))
         for part in (self.query, self.by_rank, self.by_match):
             nn.init.zeros_(part.weight)
@@ -126,14 +127,17 @@ class TokenModel(nn.Module):
         self.sharpen = nn.Linear(width, 1)
         nn.init.zeros_(self.sharpen.weight)
         nn.init.zeros_(self.sharpen.bias)
-        self.head = nn.Sequential(nn.Linear(width + NUM_RESCORED + 3, width), nn.ReLU(), nn.Linear(width, 1))
+        self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
+        self.head = nn.Sequential(
+            nn.Linear(width + shape.num_candidates + 3, width), nn.ReLU(), nn.Linear(width, 1)
+        )
 
     def read(self, snapshots: Snapshots) -> Stale:
         """What the network takes from snapshots (S rows), once for all states drafted from them.
 
         Raises ValueError where hidden states are read and the snapshots hold none, or such of another size.
         """
-        masked, dtype = snapshots.masked, self.distance.dtype
+        masked, dtype, num_candidates = snapshots.masked, self.distance.dtype, self.shape.num_candidates
         at = masked[..., None]
         features = stale_features(snapshots)
         features = torch.cat((torch.where(at, features[..., :68], 0.0), features[..., 68:]), dim=-1)
@@ -148,11 +152,11 @@ class TokenModel(nn.Module):
             hidden = torch.where(at, hidden, 0.0).to(dtype)
             hidden = hidden * hidden.square().mean(dim=-1, keepdim=True).clamp_min(1e-6).rsqrt()
             base = base + self.from_hidden(self.dropout(hidden))
-        token_ids = torch.where(at, snapshots.token_ids[..., :NUM_RESCORED], 0)
+        token_ids = torch.where(at, snapshots.token_ids[..., :num_candidates], 0)
         probabilities = torch.where(at, snapshots.probabilities, 0.0).to(dtype)
-        others = probabilities[..., NUM_RESCORED:].sum(dim=-1)
+        others = probabilities[..., num_candidates:].sum(dim=-1)
         others = others + torch.where(masked, snapshots.tail_mass, 0.0).to(dtype)
-        probabilities = probabilities[..., :NUM_RESCORED]
+        probabilities = probabilities[..., :num_candidates]
         mass = torch.cat((probabilities, others[..., None]), dim=-1).clamp_min(_LEAST)
         embedded = self.table[token_ids]
         shares = probabilities / probabilities.sum(dim=-1, keepdim=True).clamp_min(_LEAST)
@@ -194,11 +198,11 @@ class TokenModel(nn.Module):
         matches = self._matches(stale, states)
         log_fresh = (stale.log_probabilities + self.fresh(x, stale.embedded, matches)).log_softmax(dim=-1)
         sharp = log_fresh * (1 + self.sharpen(x)) + self.committed(x, stale.embedded, matches)
-        top = log_fresh[..., :NUM_RESCORED].amax(dim=-1, keepdim=True)
+        top = log_fresh[..., :-1].amax(dim=-1, keepdim=True)
         doubt = (-torch.expm1(top)).clamp_min(_LEAST).log()
         read = torch.cat((log_fresh.clamp_min(-20.0), top, doubt), dim=-1) / _SCALE
-        scores = self.head(torch.cat((x, read), dim=-1)).squeeze(-1)
-        return TokenScores(scores, log_fresh, sharp.log_softmax(dim=-1))
+        scores = self.head(torch.cat((x, read), dim=-1)) + self.by_confidence * (top - doubt)
+        return TokenScores(scores.squeeze(-1), log_fresh, sharp.log_softmax(dim=-1))
 
     @staticmethod
     def _matches(stale: Stale, states: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Training of an order model that reads tokens.
 
 The loss of an example in nats is the sum of three cross-entropies: of the next position, as for
-:mod:`~dlmgrid.workers.drafting.order_training`; of the token committed there, where it is none of the 8 candidates of
+:mod:`~dlmgrid.workers.drafting.order_training`; of the token committed there, where it is none of the candidates of
 *none of them*; and, weighted, of the target's own distribution at the virtual state, the mean over the positions
 still masked. The last one teaches from every position and not from one, without the noise of a single token. Training
 ends early, and the best model is kept, by the first two alone: they are what a drafted state is weighed by. The loop
 is that of
 :mod:`~dlmgrid.workers.drafting.training_loop`.
 
-Legend: B examples of a batch, L block length, K = 8 candidates.
+Legend: B examples of a batch, L block length, K candidates.
 """
 
 from __future__ import annotations

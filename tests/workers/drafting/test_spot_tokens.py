@@ -160,8 +160,8 @@ def children_of(
         ids = snapshots.token_ids[0, position].tolist()
         stale = snapshots.probabilities[0, position].double()
         p = found.log_committed[0, position].exp()
-        rest = stale[8:] / (stale[8:].sum() + snapshots.tail_mass[0, position].double()) * p[8]
-        ranked = sorted(zip([*p[:8].tolist(), *rest.tolist()], ids, strict=True), reverse=True)
+        rest = stale[16:] / (stale[16:].sum() + snapshots.tail_mass[0, position].double()) * p[16]
+        ranked = sorted(zip([*p[:16].tolist(), *rest.tolist()], ids, strict=True), reverse=True)
         children += [
             ((*state[:position], token, *state[position + 1 :]), share * probability)
             for probability, token in ranked[:2]

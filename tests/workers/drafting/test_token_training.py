@@ -38,11 +38,12 @@ def train(
     settings: TokenTrainSettings = SETTINGS,
     state: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
+    device: str = "cpu",
 ) -> TrainedTokens:
     hidden_size = 0 if examples[0].hidden is None else examples[0].hidden.shape[-1]
     shape = TokenShape(vocab_size=40, hidden_size=hidden_size, width=32, num_layers=1, table_width=16)
     table = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
-    return train_tokens(shape, table, *examples, settings, state=state, say=say)
+    return train_tokens(shape, table, *examples, settings, state=state, device=device, say=say)
 
 
 @pytest.mark.parametrize("commits_per_step", [1, 3])
@@ -73,10 +74,11 @@ def test_examples_are_those_of_the_order_model_with_what_the_target_said(
         torch.testing.assert_close(found.hidden.float(), hidden, rtol=0.01, atol=0.01)
 
 
-def test_training_beats_stale_tokens_on_held_out_prompts(recorded: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_beats_stale_tokens_on_held_out_prompts(recorded: Path, device: str) -> None:
     examples = load_token_examples(recorded, hidden=False, say=lambda _: None)
     settings = TokenTrainSettings(steps=40, batch_size=64, learning_rate=3e-3, evaluate_every=20, warmup=5)
-    trained = train(examples, settings)
+    trained = train(examples, settings, device=device)
     found = trained.evaluation
     assert found.shares["joint"] > found.shares["stale_joint"] + 0.1
     assert found.shares["token"] > found.shares["stale_token"] + 0.1
