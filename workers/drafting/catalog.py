@@ -26,7 +26,9 @@ class MethodInfo:
     implementation: str
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal", "llada", "dream")
+    decoders: tuple[str, ...] = (
+        "static", "sequential", "threshold", "factor", "entropy_bounded", "causal", "llada", "dream",
+    )  # fmt: skip
     file_key: str = ""
     reads: str = ""
     records: tuple[str, ...] = ()
