@@ -225,6 +225,10 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
             "holds nothing of the next block beside each state; record it with record: [window] in the grid",
         ),
         ({"methods": [{"name": "ssd", "fold": {"tau": 0.1}}]}, "fold changes what a pass computes"),
+        (
+            {"methods": ["linear_spec"]},
+            "'linear_spec' drafts with passes of the model, so it cannot be replayed",
+        ),
     ],
 )
 def test_what_was_not_recorded_is_refused_before_work(

@@ -33,6 +33,7 @@ class CommitRule:
     are drawn and positions rated. ``select_step`` is given, in place of ``select`` for the target's own steps, where
     a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
     the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
+    ``reads_first``: a step depends on the row of the first masked position alone, so that only its bits count.
     """
 
     name: str
@@ -42,6 +43,7 @@ class CommitRule:
     select_step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     may_open_nothing: bool = False
     sub_block_length: int = 0
+    reads_first: bool = False
 
     @property
     def confidence(self) -> str:
@@ -299,7 +301,7 @@ def _base_rule(cell: Cell) -> CommitRule:
     if cell.decoder in SCHEDULES:
         return _scheduled_rule(cell)
     if cell.decoder == "causal":
-        return replace(sequential(1), name="causal")
+        return replace(sequential(1), name="causal", reads_first=True)
     if cell.decoder == "sequential":
         return sequential(cell.commits_per_step)
     if cell.decoder == "static":
