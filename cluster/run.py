@@ -43,6 +43,7 @@ from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import MAY_OPEN_NOTHING
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.staging_lock import alone_in_staging
 from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
 
@@ -204,7 +205,7 @@ class _Run:
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
-        (store.out / "grids" / f"{self._run_id}.yaml").write_text(request.grid.text, encoding="utf-8")
+        write_whole(store.out / "grids" / f"{self._run_id}.yaml", request.grid.text)
         return works
 
     def _run_missing(self, works: Sequence[CellWork]) -> bool:

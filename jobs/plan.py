@@ -34,6 +34,7 @@ from dlmgrid.cluster.run import (
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
 
@@ -127,7 +128,7 @@ def show_plan(
         finally:
             lock.release()
         planned = name_files(chains, store)
-        units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
+        write_whole(units, json.dumps([asdict(unit) for unit in planned], indent=1) + "\n")
         typer.echo(
             f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))} "
             f"(with --part I/N in each of N processes), then dlmgrid {'record' if records else 'run'}"

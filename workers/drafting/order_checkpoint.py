@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import partial_path, write_whole
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.order_model import OrderModel
@@ -86,7 +86,7 @@ def save_order_model(path: Path, model: OrderModel, card: dict[str, Any]) -> str
     partial.replace(path)
     fingerprint = read_order_checkpoint(path).fingerprint
     text = json.dumps({"fingerprint": fingerprint, "format": FORMAT, **card}, indent=1, sort_keys=True)
-    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    write_whole(path.with_suffix(".json"), text + "\n")
     return fingerprint
 
 
