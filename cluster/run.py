@@ -199,7 +199,7 @@ class _Run:
         refuse_another_grid(store, works)
         if request.records:
             works = recorded_works(works, store, asked.grid.record)
-            store.mark_recording()
+            store.mark_recording({work.cell: work.keys for work in works})
         else:
             refuse_unrecorded_work(store, works, retry_failed=request.retry_failed)
         for questions in asked.questions:

@@ -117,11 +117,11 @@ def show_plan(
     _print_totals(works, chains, store)
     if units is not None and store is not None:
         store.create()
-        if records:
-            store.mark_recording()
         lock = RunLock(store.out / "run.lock", "plan")
         lock.acquire()
         try:
+            if records:
+                store.mark_recording({work.cell: work.keys for work in works})
             for questions in asked.questions:
                 store.write_inputs(questions.file_name, questions.items)
             copy_drafters(store, works)
