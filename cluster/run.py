@@ -82,9 +82,15 @@ class Asked:
 
 
 def look_up(
-    grid: Grid, sources: Sources, *, data: str | None, limit: int | None, origin: str = "grid"
+    grid: Grid,
+    sources: Sources,
+    *,
+    data: str | None,
+    limit: int | None,
+    origin: str = "grid",
+    records: bool = False,
 ) -> Asked:
-    """Check every name, checkpoint header, data source and chat template.
+    """Check every name, checkpoint header, data source and chat template; ``records``: of a grid to be recorded.
 
     Raises InputError for the first that is wrong, its text preceded by ``origin``, the grid file.
     """
@@ -97,7 +103,8 @@ def look_up(
         check_prompts(models, questions, sources)
         make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
         check_kernels(grid)
-    return Asked(grid=grid, models=models, questions=questions, remarks=grid_remarks(grid, questions, limit))
+    remarks = grid_remarks(grid, models, questions, limit, records=records)
+    return Asked(grid=grid, models=models, questions=questions, remarks=remarks)
 
 
 def check_kernels(grid: Grid) -> None:
@@ -119,6 +126,7 @@ def run_grid(request: RunRequest) -> ExitCode:
         data=request.data,
         limit=request.limit,
         origin=str(request.grid.path),
+        records=request.records,
     )
     for remark in asked.remarks:
         request.say(f"note: {remark}")

@@ -130,8 +130,10 @@ class Store:
             self._append(json.dumps({"dropped": unit_key}) + "\n" for unit_key in dropped)
 
     def load_staged(self, records: Sequence[str] | None = None) -> None:
-        """Take the whole files of ``staging/`` that a run would adopt as stored, where they are; for planning."""
-        for path in sorted(self.staging.glob("*.parquet")) if self.staging.is_dir() else []:
+        """Take the whole files that a run would adopt as stored, where they are, those of ``staging/`` and those of
+        ``generations/`` that the manifest does not name; for planning."""
+        waiting = sorted(self.staging.glob("*.parquet")) if self.staging.is_dir() else []
+        for path in (*waiting, *unlisted(self.out, read_manifest(self.out))):
             shard = self._adoptable(path, records)
             if shard is not None:
                 self._remember(shard)

@@ -86,7 +86,7 @@ def show_plan(
     if out is not None:
         out = check_out(out)
     grid = read_grid(grid_path).grid
-    asked = look_up(grid, sources, data=data, limit=limit, origin=str(grid_path))
+    asked = look_up(grid, sources, data=data, limit=limit, origin=str(grid_path), records=records)
     for remark in asked.remarks:
         typer.echo(f"note: {remark}")
     store: Store | None = None

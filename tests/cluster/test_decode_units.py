@@ -99,6 +99,26 @@ def test_a_later_plan_leaves_out_what_is_staged_whole(plan_units: Plan) -> None:
     assert decode(again) == (0, [f"{again}: no units in it"])
 
 
+def test_a_plan_of_a_folder_without_its_manifest_leaves_out_what_a_run_adopts(
+    plan_units: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    units, out = plan_units(), tmp_path / "out"
+    decode(units)
+    files = sorted((out / "staging").glob("*.parquet"))
+    for file in files:
+        file.replace(out / "generations" / file.name)
+    (out / "manifest.jsonl").unlink()
+    (out / "generations" / files[-1].name).write_bytes(b"PAR1")
+    capsys.readouterr()
+    torn = [unit.unit_key for unit in read_units(plan_units())]
+    assert torn == [files[-1].stem]
+    said = capsys.readouterr().out
+    assert (
+        f"{len(files)} files in generations/ are not in manifest.jsonl; run adopts those that are whole"
+        in said
+    )
+
+
 def test_rows_that_units_of_another_plan_hold_are_not_decoded_again(plan_units: Plan, tmp_path: Path) -> None:
     first = plan_units(resources={"items_per_unit": 4}).rename(tmp_path / "first.json")
     second = plan_units(resources={"items_per_unit": 3})
