@@ -154,7 +154,8 @@ class DecoderEntry(_Entry):
     """The commit rule. ``published``, the default, is that of the model's reference implementation, or of the one
     that ``variant`` names. ``static`` commits a fixed number a step, ``sequential`` the leftmost, ``threshold`` all
     that are confident enough, ``factor`` as many as the confidences allow together, ``entropy_bounded`` as many as keep
-    the sum of their entropies below ``threshold`` nats.
+    the sum of their entropies below ``threshold`` nats. ``commits_per_step`` is the number of a ``static`` or
+    ``sequential`` step, and the least of a ``threshold`` step.
 
     ``llada`` and ``dream`` are the schedules of the models of these names, in ``steps`` steps a generation (by default
     one a token); they are for bidirectional models.
@@ -225,8 +226,10 @@ class DecoderEntry(_Entry):
             for name in ("confidence", "alg_temp"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"the entropy_bounded decoder compares entropies; remove {name}")
-        if self.name not in ("static", "sequential") and self.commits_per_step != 1:
-            raise ValueError("commits_per_step belongs to the static decoder; remove it")
+        if self.name not in ("static", "sequential", "threshold") and self.commits_per_step != 1:
+            raise ValueError(
+                "commits_per_step belongs to the decoders static, sequential and threshold; remove it"
+            )
         if self.name == "factor" and self.factor is None:
             raise ValueError("the factor decoder needs a factor; add factor: 1.0")
         if self.name != "factor" and self.factor is not None:

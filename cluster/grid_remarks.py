@@ -12,6 +12,9 @@ from typing import Any
 from dlmgrid.cluster.cells import Model, Questions
 from dlmgrid.cluster.grid import Grid
 
+ADAPTER = "linear_spec_lora"
+"""The folder of Nemotron-Labs-Diffusion's optional adapter for the draft passes of ``linear_spec``."""
+
 
 def grid_remarks(
     grid: Grid,
@@ -78,6 +81,13 @@ def _without_effect(grid: Grid, models: Sequence[Model], *, records: bool) -> li
             f"record: {', '.join(grid.record)} without effect: nothing is recorded; use dlmgrid record, or dlmgrid "
             "plan --record"
         )
+    if any(method.name == "linear_spec" for method in grid.methods):
+        lines += [
+            f"model {model.entry.path}: its draft adapter {ADAPTER} is not read; linear_spec drafts with the "
+            "model itself"
+            for model in models
+            if (model.folder / ADAPTER).is_dir()
+        ]
     stopping = [model.entry.path for model in models if model.shape.stop != "full"]
     if grid.stop == "full" and stopping:
         lines.append(

@@ -15,6 +15,7 @@ import yaml
 from dlmgrid.cluster.cells import find_models, load_questions, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import parse_grid
+from dlmgrid.cluster.grid_remarks import grid_remarks
 from dlmgrid.cluster.row_faults import own_faults
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.workers.cell import Cell
@@ -173,6 +174,25 @@ def test_rows_of_every_family_hold_together(
         assert list(own_faults(row)) == []
         assert row["family"] == family
         assert bool(row["seed_positions"]) == (family in ("fast_dllm_v2", "nemotron"))
+
+
+def test_a_draft_adapter_that_is_not_read_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in folders["nemotron"].iterdir():
+        (folder / path.name).symlink_to(path)
+    values = {
+        "name": "g", "models": [str(folder)], "benchmarks": [{"name": "words", "limit": 1}], "temperatures": [0],
+        "decoder": AUTOREGRESSIVE, "methods": ["linear_spec"], "budgets": [4],
+    }  # fmt: skip
+    grid, sources = parse_grid(yaml.safe_dump(values), "grid"), installed_sources()
+    questions = load_questions(grid, sources, None, None)
+    assert grid_remarks(grid, find_models(grid, sources), questions, None) == []
+    (folder / "linear_spec_lora").mkdir()
+    (line,) = grid_remarks(grid, find_models(grid, sources), questions, None)
+    assert line.endswith(
+        "its draft adapter linear_spec_lora is not read; linear_spec drafts with the model itself"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

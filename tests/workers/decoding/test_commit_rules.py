@@ -114,6 +114,26 @@ def test_comparisons_differ_on_the_threshold_and_below_it(
     assert select("threshold", [False, True, True], [0.9, 0.3, 0.2], value=0.75, comparison=comparison) == [1]
 
 
+def test_a_threshold_step_opens_the_most_confident_where_too_few_pass() -> None:
+    """SDAR's low_confidence_dynamic with fewer denoising steps than positions, LLaDA2's minimal_topk."""
+    masked = torch.tensor([[False, True, True, True, True]])
+    for confidence, opened in (
+        ([1.0, 0.95, 0.2, 0.3, 0.1], [1, 3]),
+        ([1.0, 0.95, 0.99, 0.3, 0.96], [1, 2, 4]),
+        ([1.0, 0.5, 0.5, 0.5, 0.5], [1, 2]),
+    ):
+        picked = threshold(0.9, min_commits=2).select(masked, torch.tensor([confidence]))
+        assert picked[0].nonzero().flatten().tolist() == opened
+    alone = torch.tensor([[False, False, True]])
+    assert threshold(0.9, min_commits=2).select(alone, torch.full((1, 3), 0.1))[0].tolist() == [
+        False,
+        False,
+        True,
+    ]
+    rule = build_rule(make_cell(decoder="threshold", threshold=0.9, commits_per_step=2))
+    assert int(rule.select(masked, torch.tensor([[1.0, 0.95, 0.2, 0.3, 0.1]])).sum()) == 2
+
+
 def test_ties_go_to_the_lowest_position() -> None:
     confidence = torch.full((1, 5), 0.5)
     masked = torch.tensor([[False, True, True, True, True]])
