@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows has none: two decoders of one unit then write the same rows twice, each whole
     fcntl = None  # type: ignore[assignment]
 
-MOST_ROWS_HELD = 10_000
+MOST_ROWS_HELD = 4096
 """Rows of a call that are held one by one; with more, only its units are, since every lock is looked for among all."""
 
 

@@ -146,6 +146,49 @@ def test_the_drafters_own_noise_costs_drafts_and_no_token(make_model: Callable[.
     assert sum(sum(found.accepted) for found in uncoupled) < sum(sum(found.accepted) for found in coupled)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_the_engine_answers_itself_keep_the_autoregressive_run(
+    temperature: float, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = make_model("nemotron", 0.3, block_length=LENGTH)
+    engine = load_engine(folder, num_slots=8, max_length=96, self_test=False)
+    from_logits = decode_drafted(engine, 5, temperature=temperature)
+    monkeypatch.setattr(Engine, "predicts_rows", True)
+    serialized = decode_alone(engine, temperature=temperature)
+    for ours, theirs, other in zip(
+        decode_drafted(engine, 5, temperature=temperature), serialized, from_logits, strict=True
+    ):
+        assert (ours.steps, ours.seeds, ours.digests) == (theirs.steps, theirs.seeds, theirs.digests)
+        assert ours.argmax_commits == theirs.argmax_commits == other.argmax_commits
+        assert (ours.token_ids, ours.accepted) == (other.token_ids, other.accepted)
+
+
+@pytest.mark.gpu  # the interpreter takes minutes
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_triton_kernels_keep_the_autoregressive_run(
+    temperature: float, make_model: Callable[..., Any], triton_device: torch.device
+) -> None:
+    _, folder = make_model(
+        "nemotron", 0.3, block_length=4, head_dim=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    engine = load_engine(
+        folder, num_slots=4, max_length=32, device=triton_device.type, kernels="triton", self_test=False
+    )
+    settings: dict[str, Any] = {"temperature": temperature, "block_length": 4, "gen_length": 4}
+    free, drafting = (
+        decode_settings(causal_cell(**settings, **method), engine, profiled=False)
+        for method in ({}, {"method": "linear_spec", "budget": 3})
+    )
+    prompts = PROMPTS[:1] if triton_device.type == "cpu" else PROMPTS[:2]
+    serialized = Decoder(engine, none.build(), free, logits_pass=engine.logits_pass).decode(prompts, 1)
+    drafted = LinearSpecDecoder(engine, drafting, engine.logits_pass).decode(prompts)
+    for ours, theirs in zip(drafted, serialized, strict=True):
+        assert (ours.token_ids, ours.steps, ours.seeds) == (theirs.token_ids, theirs.steps, theirs.seeds)
+        assert (ours.digests, ours.margins) == (theirs.digests, theirs.margins)
+        assert ours.argmax_commits == theirs.argmax_commits
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
