@@ -323,6 +323,22 @@ def _choose_drafter(cell: Cell, files: list[DrafterFile]) -> DrafterFile:
     return fitting[0]
 
 
+def _check_draft_passes(model: Model, method: MethodEntry, budget: int, verification: str) -> None:
+    """Raises InputError for what a method that drafts by passes of the model cannot do."""
+    most = (model.entry.block_length or model.shape.block_length or 1) - 1
+    if budget > most:
+        raise InputError(
+            f"method {method.name!r} drafts at most {most} tokens of a block of model {model.entry.path!r}; lower "
+            f"budget {budget}"
+        )
+    if method.fold is not None:
+        raise InputError(f"method {method.name!r} drafts no tree that could fold; remove fold")
+    if verification == "greedy_match":
+        raise InputError(
+            f"method {method.name!r} has no verification greedy_match; use coupled, or uncoupled"
+        )
+
+
 def _cells(
     grid: Grid,
     model: Model,
@@ -346,6 +362,8 @@ def _cells(
                         f"method {method.name!r} does not draft for the decoder {settings['decoder']}; it does for "
                         f"{' and '.join(drafts_for)}"
                     )
+                if ALL_METHODS[method.name].drafts_by_pass:
+                    _check_draft_passes(model, method, budget, grid.verification if temperature else "")
                 if model.entry.cache == "sub_block" and method.name != "none":
                     raise InputError(
                         f"model {model.entry.path!r}: with cache sub_block a state's next step depends on the path to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlmgrid.workers.cell import CANVAS_CACHES, SCHEDULES, Cell
+from dlmgrid.workers.drafting.catalog import METHODS
 
 
 def forwards_per_row(cell: Cell) -> int:
@@ -10,8 +11,12 @@ def forwards_per_row(cell: Cell) -> int:
 
     Prefill, and for each block its denoising steps and its commit pass; a prompt that does not fill its last block
     adds one block. A fused commit pass is the next block's first pass. A reference row is decoded twice: packed,
-    and one sample at a time. A bidirectional model has denoising steps alone.
+    and one sample at a time. A bidirectional model has denoising steps alone; a method that drafts by passes has two
+    passes for every token behind the prefill's.
     """
+    if cell.method in METHODS and METHODS[cell.method].drafts_by_pass:
+        num_tokens = -(-cell.gen_length // cell.block_length) * cell.block_length
+        return 1 + 2 * (num_tokens - 1)
     if cell.cache in CANVAS_CACHES:
         in_block = -(-cell.block_length // cell.commits_per_step) + int(cell.opens_first_position)
         num_steps = -(-cell.gen_length // cell.block_length) * in_block

@@ -6,7 +6,13 @@ from typing import Any
 
 from dlmgrid.cluster.grid import DRAW_SETTINGS, DecoderEntry, Grid, ModelEntry
 from dlmgrid.cluster.sources import ModelShape
-from dlmgrid.workers.cell import APPROXIMATE_CACHES, CANVAS_CACHES, SCHEDULES, SHIFTED_CANVAS_FAMILIES
+from dlmgrid.workers.cell import (
+    APPROXIMATE_CACHES,
+    CANVAS_CACHES,
+    CERTAINTY,
+    SCHEDULES,
+    SHIFTED_CANVAS_FAMILIES,
+)
 from dlmgrid.workers.errors import InputError
 
 
@@ -86,5 +92,5 @@ def decoder_settings(decoder: DecoderEntry, shape: ModelShape) -> dict[str, Any]
         "comparison": decoder.comparison,
         "factor": decoder.factor,
         "steps": decoder.steps,
-        "confidence": shape.confidence,
+        "confidence": CERTAINTY if decoder.name == "entropy_bounded" else shape.confidence,
     } | {name: value for name, value in given.items() if value is not None}

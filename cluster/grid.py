@@ -16,6 +16,7 @@ the steps; every other key does, or chooses what is run.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Sequence
@@ -152,7 +153,9 @@ DRAW_SETTINGS = ("confidence", "alg_temp", "top_p", "top_k", "eos_policy")
 class DecoderEntry(_Entry):
     """The commit rule. ``published``, the default, is that of the model's reference implementation, or of the one
     that ``variant`` names. ``static`` commits a fixed number a step, ``sequential`` the leftmost, ``threshold`` all
-    that are confident enough, ``factor`` as many as the confidences allow together.
+    that are confident enough, ``factor`` as many as the confidences allow together, ``entropy_bounded`` as many as keep
+    the sum of their entropies below ``threshold`` nats. ``commits_per_step`` is the number of a ``static`` or
+    ``sequential`` step, and the least of a ``threshold`` step.
 
     ``llada`` and ``dream`` are the schedules of the models of these names, in ``steps`` steps a generation (by default
     one a token); they are for bidirectional models.
@@ -167,7 +170,9 @@ class DecoderEntry(_Entry):
     (``refresh``), or both (``full``).
     """
 
-    name: Literal["published", "static", "sequential", "threshold", "factor", "llada", "dream"]
+    name: Literal[
+        "published", "static", "sequential", "threshold", "factor", "entropy_bounded", "llada", "dream"
+    ]
     variant: Name | None = None
     commits_per_step: Count = 1
     threshold: float | None = None
@@ -217,8 +222,14 @@ class DecoderEntry(_Entry):
                 )
             if self.alg_temp:
                 raise ValueError(f"the {self.name} decoder compares probabilities; remove alg_temp")
-        if self.name not in ("static", "sequential") and self.commits_per_step != 1:
-            raise ValueError("commits_per_step belongs to the static decoder; remove it")
+        if self.name == "entropy_bounded":
+            for name in ("confidence", "alg_temp"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"the entropy_bounded decoder compares entropies; remove {name}")
+        if self.name not in ("static", "sequential", "threshold") and self.commits_per_step != 1:
+            raise ValueError(
+                "commits_per_step belongs to the decoders static, sequential and threshold; remove it"
+            )
         if self.name == "factor" and self.factor is None:
             raise ValueError("the factor decoder needs a factor; add factor: 1.0")
         if self.name != "factor" and self.factor is not None:
@@ -228,8 +239,15 @@ class DecoderEntry(_Entry):
         if self.name == "threshold":
             if self.threshold is None or not 0 < self.threshold < 1:
                 raise ValueError(f"threshold must lie strictly between 0 and 1 (found {self.threshold!r})")
+        elif self.name == "entropy_bounded":
+            if self.threshold is None or not 0 < self.threshold < math.inf:
+                raise ValueError(
+                    f"threshold, the bound of the entropies in nats, must be above 0 (found {self.threshold!r})"
+                )
         elif self.threshold is not None:
-            raise ValueError("threshold belongs to the threshold decoder; remove it or name that decoder")
+            raise ValueError(
+                "threshold belongs to the decoders threshold and entropy_bounded; remove it or name one of them"
+            )
         return self
 
 

@@ -9,15 +9,27 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dlmgrid.cluster.cells import Questions
+from dlmgrid.cluster.cells import Model, Questions
 from dlmgrid.cluster.grid import Grid
 
+ADAPTER = "linear_spec_lora"
+"""The folder of Nemotron-Labs-Diffusion's optional adapter for the draft passes of ``linear_spec``."""
 
-def grid_remarks(grid: Grid, questions: Sequence[Questions], limit: int | None) -> list[str]:
-    """The remarks on a grid whose items are loaded; ``limit`` is that of the command line."""
+
+def grid_remarks(
+    grid: Grid,
+    models: Sequence[Model],
+    questions: Sequence[Questions],
+    limit: int | None,
+    *,
+    records: bool = False,
+) -> list[str]:
+    """The remarks on a grid whose items are loaded; ``limit`` is that of the command line, ``records`` whether runs
+    are recorded."""
     return [
         *_duplicates(grid),
         *_draft_free(grid),
+        *_without_effect(grid, models, records=records),
         *_limits(grid, questions, limit),
         *_resources(grid, questions),
     ]
@@ -59,6 +71,29 @@ def _draft_free(grid: Grid) -> list[str]:
     windows = sorted({decoder.window for decoder in grid.decoder if decoder.window})
     if windows and all(method.name == "none" for method in grid.methods):
         lines.append(f"decoder: window {_listed(windows)} without effect: no method of the grid drafts")
+    return lines
+
+
+def _without_effect(grid: Grid, models: Sequence[Model], *, records: bool) -> list[str]:
+    lines = []
+    if grid.record and not records:
+        lines.append(
+            f"record: {', '.join(grid.record)} without effect: nothing is recorded; use dlmgrid record, or dlmgrid "
+            "plan --record"
+        )
+    if any(method.name == "linear_spec" for method in grid.methods):
+        lines += [
+            f"model {model.entry.path}: its draft adapter {ADAPTER} is not read; linear_spec drafts with the "
+            "model itself"
+            for model in models
+            if (model.folder / ADAPTER).is_dir()
+        ]
+    stopping = [model.entry.path for model in models if model.shape.stop != "full"]
+    if grid.stop == "full" and stopping:
+        lines.append(
+            f"stop: full on {', '.join(stopping)}: blocks behind the stop id change nothing before it, so the answers "
+            "are those of eos, with more forwards"
+        )
     return lines
 
 

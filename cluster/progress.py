@@ -19,6 +19,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from dlmgrid.workers.partial_files import write_whole
+
 Style = Literal["auto", "live", "lines", "quiet"]
 LINE_SECONDS = 5.0
 FILE_SECONDS = 1.0
@@ -153,9 +155,7 @@ class Progress:
 
 def write_json(path: Path, values: object) -> None:
     """Replace a small JSON file whole, so that a reader never sees half of it."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(values, indent=1, sort_keys=True) + "\n")
 
 
 def _rate(rows_per_second: float) -> str:

@@ -21,6 +21,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import inputs_file_name
 from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import CHECKS, GENERATIONS, read_table, to_table, write_table
 
 Row = dict[str, Any]
@@ -76,7 +77,7 @@ def write_checks(run_dir: Path, name: str, checks: Sequence[Check]) -> Path:
     checked_at = now()
     for folder in ("staging", "checks"):
         (run_dir / folder).mkdir(exist_ok=True)
-    staged = run_dir / "staging" / f"checks-{name}-{os.getpid()}.parquet"
+    staged = partial_path(run_dir / "staging" / f"checks-{name}.parquet")
     write_table(str(staged), to_table(CHECKS, [check.to_row(checked_at) for check in checks]))
     with staged.open("rb") as file:
         os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from dlmgrid import __version__
 from dlmgrid.cluster.progress import write_json
 from dlmgrid.workers.actor import ActorDescription
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import ATTEMPTS, RUNS, to_table, write_table
 from dlmgrid.workers.units import WorkUnit
 
@@ -134,7 +135,7 @@ class RunRecord:
     def _write(self) -> None:
         run_id = self._row["run_id"]
         target = self._out / "runs" / f"{run_id}.parquet"
-        temporary = target.with_name(f"{run_id}.part")
+        temporary = partial_path(target)
         write_table(str(temporary), to_table(RUNS, [self._row]))
         temporary.replace(target)
         values = {
@@ -152,7 +153,7 @@ def _attempts_to_parquet(lines: Path) -> None:
             row = json.loads(line)
             rows.append({**row, "started_at": datetime.fromisoformat(row["started_at"])})
     target = lines.with_suffix(".parquet")
-    temporary = lines.with_suffix(".part")
+    temporary = partial_path(target)
     write_table(str(temporary), to_table(ATTEMPTS, rows))
     temporary.replace(target)
     lines.unlink()

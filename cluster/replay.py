@@ -95,6 +95,10 @@ def plan_replay(
             raise InputError(
                 f"method {method.name!r} leaves the serialized path, so it cannot be replayed; run it live"
             )
+        if ALL_METHODS[method.name].drafts_by_pass:
+            raise InputError(
+                f"method {method.name!r} drafts with passes of the model, so it cannot be replayed; run it live"
+            )
     models, fingerprints = _recorded_models(grid, recorded, trajectories)
     questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
     limits = {(entry.name, entry.num_fewshot): entry.limit or grid.limit or 0 for entry in grid.benchmarks}

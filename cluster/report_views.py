@@ -30,7 +30,7 @@ _ALWAYS_SHOWN = ("model", "benchmark", "temperature", "method", "budget")
 _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "plain": ""}
 
 LEGEND = (
-    "NFE: target forwards per item (prefill, denoising and commit passes). × fewer: draft-free NFE over this "
+    "NFE: target forwards per item (prefill, denoising, commit and draft passes). × fewer: draft-free NFE over this "
     "one's, × faster: tokens/s over draft-free tokens/s, both over the items that both have. accepted: drafted "
     "states accepted per verification round. tokens, path, bits: rows equal to the serialized run over rows "
     "checked."

@@ -9,6 +9,7 @@ from typing import Any
 from dlmgrid.cluster.report import cell_of
 from dlmgrid.workers.cell import CANVAS_CACHES, MAY_OPEN_NOTHING, reference_key
 from dlmgrid.workers.decoding.paths import logits_digest, path_digest, steps_of
+from dlmgrid.workers.drafting.catalog import METHODS
 
 Row = Mapping[str, Any]
 
@@ -82,25 +83,35 @@ def _token_faults(row: Row, commits: Sequence[tuple[int, int]]) -> Iterator[str]
 
 
 def _count_faults(row: Row, num_steps: int) -> Iterator[str]:
-    names = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "drafted_nodes", "budget")
+    names = (
+        "nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_draft", "nfe_total", "rounds", "drafted_nodes", "budget",
+    )  # fmt: skip
     absent = [name for name in (*names, "prompt_tokens") if row[name] is None or row[name] < 0]
     if absent:
         yield f"no count is stored in {', '.join(absent)}"
         return
-    parts = row["nfe_prefill"] + row["nfe_denoise"] + row["nfe_commit"]
+    drafts_by_pass = row["method"] in METHODS and METHODS[row["method"]].drafts_by_pass
+    parts = row["nfe_prefill"] + row["nfe_denoise"] + row["nfe_commit"] + row["nfe_draft"]
     if row["nfe_total"] != parts:
         yield f"nfe_total is {row['nfe_total']}, its parts sum to {parts}"
     # a recheck is a second pass of its round, over some of the nodes that were drafted; a pipelined one is so where a
     # walk reached a block's end
     if not 0 <= _num_rechecks(row) <= (row["rounds"] if row.get("fold_recheck") else 0):
         yield f"nfe_denoise is {row['nfe_denoise']} in {row['rounds']} rounds"
-    yield from (_canvas_pass_faults if row["cache"] in CANVAS_CACHES else _block_pass_faults)(row)
+    if row["nfe_draft"] != (row["rounds"] if drafts_by_pass else 0):
+        yield f"nfe_draft is {row['nfe_draft']} in {row['rounds']} rounds of method {row['method']}"
+    if drafts_by_pass:
+        yield from _draft_pass_faults(row)
+    else:
+        yield from (_canvas_pass_faults if row["cache"] in CANVAS_CACHES else _block_pass_faults)(row)
     accepted = row["accepted"] or []
     if len(accepted) != row["rounds"]:
         yield f"{row['rounds']} rounds have {len(accepted)} accepted counts"
         return
-    if row["rounds"] + sum(accepted) != num_steps:
-        yield f"{row['rounds']} rounds that accept {sum(accepted)} cannot make {num_steps} steps"
+    # seeds but the prefill's come from rounds here, not from commit passes
+    num_made = num_steps + (max(0, len(row["seed_positions"] or []) - 1) if drafts_by_pass else 0)
+    if row["rounds"] + sum(accepted) != num_made:
+        yield f"{row['rounds']} rounds that accept {sum(accepted)} cannot make {num_made} steps"
     mean = sum(accepted) / len(accepted) if accepted else 0.0
     if not same(row["accepted_per_round"], mean):
         yield f"accepted_per_round is {row['accepted_per_round']}, its rounds give {mean}"
@@ -155,6 +166,18 @@ def _block_pass_faults(row: Row) -> Iterator[str]:
                 f"rows_computed is {row['rows_computed']}, rounds, drafted nodes, blocks and prompt give "
                 f"{num_segments * length}"
             )
+
+
+def _draft_pass_faults(row: Row) -> Iterator[str]:
+    """Forwards and rows of linear self-speculation: a prefill, and in each round a draft block and the one or two
+    blocks that its tokens lie in."""
+    length = row["block_length"]
+    if (row["nfe_prefill"], row["nfe_commit"]) != (1, 0):
+        yield f"nfe_prefill is {row['nfe_prefill']} and nfe_commit {row['nfe_commit']}, linear_spec has 1 and none"
+    blocks, uneven = divmod(row["rows_computed"], length)
+    rounds = blocks - -(-row["prompt_tokens"] // length)
+    if uneven or not 2 * row["rounds"] <= rounds <= 3 * row["rounds"]:
+        yield f"rows_computed is {row['rows_computed']}, which {row['rounds']} rounds and the prompt cannot be"
 
 
 def _canvas_pass_faults(row: Row) -> Iterator[str]:

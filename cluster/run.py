@@ -43,6 +43,7 @@ from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.cell import MAY_OPEN_NOTHING
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.staging_lock import alone_in_staging
 from dlmgrid.workers.trajectories.files import open_trajectories, wanted_columns
 
@@ -81,9 +82,15 @@ class Asked:
 
 
 def look_up(
-    grid: Grid, sources: Sources, *, data: str | None, limit: int | None, origin: str = "grid"
+    grid: Grid,
+    sources: Sources,
+    *,
+    data: str | None,
+    limit: int | None,
+    origin: str = "grid",
+    records: bool = False,
 ) -> Asked:
-    """Check every name, checkpoint header, data source and chat template.
+    """Check every name, checkpoint header, data source and chat template; ``records``: of a grid to be recorded.
 
     Raises InputError for the first that is wrong, its text preceded by ``origin``, the grid file.
     """
@@ -96,7 +103,8 @@ def look_up(
         check_prompts(models, questions, sources)
         make_cells(grid, models, questions, {str(model.folder): "" for model in models}, Path())
         check_kernels(grid)
-    return Asked(grid=grid, models=models, questions=questions, remarks=grid_remarks(grid, questions, limit))
+    remarks = grid_remarks(grid, models, questions, limit, records=records)
+    return Asked(grid=grid, models=models, questions=questions, remarks=remarks)
 
 
 def check_kernels(grid: Grid) -> None:
@@ -118,6 +126,7 @@ def run_grid(request: RunRequest) -> ExitCode:
         data=request.data,
         limit=request.limit,
         origin=str(request.grid.path),
+        records=request.records,
     )
     for remark in asked.remarks:
         request.say(f"note: {remark}")
@@ -198,13 +207,13 @@ class _Run:
         refuse_another_grid(store, works)
         if request.records:
             works = recorded_works(works, store, asked.grid.record)
-            store.mark_recording()
+            store.mark_recording({work.cell: work.keys for work in works})
         else:
             refuse_unrecorded_work(store, works, retry_failed=request.retry_failed)
         for questions in asked.questions:
             store.write_inputs(questions.file_name, questions.items)
         copy_drafters(store, works)
-        (store.out / "grids" / f"{self._run_id}.yaml").write_text(request.grid.text, encoding="utf-8")
+        write_whole(store.out / "grids" / f"{self._run_id}.yaml", request.grid.text)
         return works
 
     def _run_missing(self, works: Sequence[CellWork]) -> bool:

@@ -9,6 +9,7 @@
     OUT/damaged/      committed files that were found changed, kept aside
     OUT/attempts/ runs/ scores/ checks/
     OUT/manifest.jsonl   one line per commit and per file of inputs/: decides what exists
+    OUT/planned.json  where recorded: the cells and items that were asked for
     OUT/progress.json  run.json  run.lock  staging.lock  units.lock
 
 A commit renames a staged file and then appends its manifest line, both synced. A crash between the two
@@ -21,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dlmgrid.cluster.records import read_record
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, encode_items, read_items, write_items
 from dlmgrid.workers.partial_files import partial_path
@@ -46,6 +48,7 @@ from dlmgrid.workers.run_folder import (
 from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
 from dlmgrid.workers.tables import GENERATIONS, read_table, write_table
 from dlmgrid.workers.trajectories.files import has_draft_free_rows, is_recorded
+from dlmgrid.workers.trajectories.planned import add_planned
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 FOLDERS = ("grids", "inputs", "drafters", "staging", "generations", "attempts", "runs", "scores", "checks")
@@ -83,9 +86,10 @@ class Store:
         """Whether the folder is one of recorded runs: draft-free rows count with their trajectories only."""
         return self.trajectories.is_dir()
 
-    def mark_recording(self) -> None:
-        """Make this a folder of recorded runs."""
+    def mark_recording(self, cells: Mapping[Cell, Iterable[Key]]) -> None:
+        """Make this a folder of recorded runs, and write down that these are to be in it."""
         self.trajectories.mkdir(exist_ok=True)
+        add_planned(self.out, cells)
 
     # --- reading
 
@@ -126,8 +130,10 @@ class Store:
             self._append(json.dumps({"dropped": unit_key}) + "\n" for unit_key in dropped)
 
     def load_staged(self, records: Sequence[str] | None = None) -> None:
-        """Take the whole files of ``staging/`` that a run would adopt as stored, where they are; for planning."""
-        for path in sorted(self.staging.glob("*.parquet")) if self.staging.is_dir() else []:
+        """Take the whole files that a run would adopt as stored, where they are, those of ``staging/`` and those of
+        ``generations/`` that the manifest does not name; for planning."""
+        waiting = sorted(self.staging.glob("*.parquet")) if self.staging.is_dir() else []
+        for path in (*waiting, *unlisted(self.out, read_manifest(self.out))):
             shard = self._adoptable(path, records)
             if shard is not None:
                 self._remember(shard)

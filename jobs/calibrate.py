@@ -12,6 +12,7 @@ import typer
 
 from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.gamma_calibration import GammaPoint
@@ -155,7 +156,7 @@ def _choose_gamma(
         "sweep": [asdict(point) for point in points],
         "calibration": describe_calibration(runs),
     }
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(out, json.dumps(record, indent=1) + "\n")
     typer.echo(
         f"wrote {out}; in a grid: {{name: spot_gamma, checkpoint: {checkpoint}, gamma: {chosen.gamma:g}}}"
     )

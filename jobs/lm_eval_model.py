@@ -47,6 +47,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.generation_rows import set_verdict
 from dlmgrid.workers.items import Item, write_items
 from dlmgrid.workers.models.fingerprint import weight_fingerprint
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import GENERATIONS, to_table, write_table
 from dlmgrid.workers.tokenization import chat_template_source, load_tokenizer
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -333,7 +334,7 @@ class DlmgridLM(LM):
 
     def _write_rows(self) -> None:
         if self._rows_file is not None:
-            partial = self._rows_file.with_name(self._rows_file.name + ".part")
+            partial = partial_path(self._rows_file)
             write_table(str(partial), to_table(GENERATIONS, self.rows))
             partial.replace(self._rows_file)
 

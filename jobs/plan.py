@@ -34,6 +34,7 @@ from dlmgrid.cluster.run import (
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
 
@@ -85,7 +86,7 @@ def show_plan(
     if out is not None:
         out = check_out(out)
     grid = read_grid(grid_path).grid
-    asked = look_up(grid, sources, data=data, limit=limit, origin=str(grid_path))
+    asked = look_up(grid, sources, data=data, limit=limit, origin=str(grid_path), records=records)
     for remark in asked.remarks:
         typer.echo(f"note: {remark}")
     store: Store | None = None
@@ -116,18 +117,18 @@ def show_plan(
     _print_totals(works, chains, store)
     if units is not None and store is not None:
         store.create()
-        if records:
-            store.mark_recording()
         lock = RunLock(store.out / "run.lock", "plan")
         lock.acquire()
         try:
+            if records:
+                store.mark_recording({work.cell: work.keys for work in works})
             for questions in asked.questions:
                 store.write_inputs(questions.file_name, questions.items)
             copy_drafters(store, works)
         finally:
             lock.release()
         planned = name_files(chains, store)
-        units.write_text(json.dumps([asdict(unit) for unit in planned], indent=1) + "\n", encoding="utf-8")
+        write_whole(units, json.dumps([asdict(unit) for unit in planned], indent=1) + "\n")
         typer.echo(
             f"wrote {len(planned)} units to {units}; next: dlmgrid decode {shlex.quote(str(units))} "
             f"(with --part I/N in each of N processes), then dlmgrid {'record' if records else 'run'}"

@@ -12,6 +12,7 @@ from dlmgrid.cluster.report import build_report
 from dlmgrid.cluster.report_views import csv_text, html_page, json_text, terminal_view
 from dlmgrid.jobs.console import table_console
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 
 
 def command(
@@ -38,7 +39,7 @@ def command(
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise InputError(
             f"cannot write {path}: {error.strerror}; name a file in a folder you can write"

@@ -37,6 +37,9 @@ DEFAULT_COMPARISON = "sdar"
 DEFAULT_CONFIDENCE = "tempered"
 """What a commit rule compares where nothing is said: the probability of the chosen token under softmax(logits / T)."""
 
+CERTAINTY = "certainty"
+"""What the ``entropy_bounded`` decoder compares, which no other one does."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
@@ -45,11 +48,12 @@ class Cell:
     ``model`` is the name or path given in the grid, ``weight_fingerprint`` what identifies its weights,
     ``chat_template`` the name of a shipped template ("": the checkpoint's own).
     ``budget`` is the number of drafted nodes D a round (root not counted). ``threshold`` and ``comparison`` belong to
-    the ``threshold`` decoder, ``factor`` to ``factor``, ``steps`` (of a whole generation) to ``llada`` and ``dream``,
-    ``confidence`` (what is compared) and ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all,
-    ``gamma`` to SPOT-γ, ``product_tau`` to SPOT-Sets, ``fold_tau`` to SpecFold (with ``fold_tau_by_layer``,
-    comma-separated, where it differs by layer and ``fold_tau`` is the largest; what the gate compares with; whether
-    walked nodes are computed again unfolded, and that in the next round's pass); each is None where it does not apply.
+    the ``threshold`` decoder (``threshold`` is the bound in nats of ``entropy_bounded``), ``factor`` to ``factor``,
+    ``steps`` (of a whole generation) to ``llada`` and ``dream``, ``confidence`` (what is compared) and
+    ``sub_block_length`` (sub-blocks filled in order, 0 for none) to all, ``gamma`` to SPOT-γ, ``product_tau`` to
+    SPOT-Sets, ``fold_tau`` to SpecFold (with ``fold_tau_by_layer``, comma-separated, where it differs by layer and
+    ``fold_tau`` is the largest; what the gate compares with; whether walked nodes are computed again unfolded, and that
+    in the next round's pass); each is None where it does not apply.
     ``alg_temp``, ``top_p``, ``top_k`` and ``eos_policy`` are settings of the draw (workers/decoding/sampling), None
     where not set. ``fused_commit`` joins a block's commit pass with the next block's first pass: fewer forwards, the
     same tokens. ``window`` lets drafts leave their block: ``cross_block``, ``refresh``, ``full`` for both, "" for

@@ -35,6 +35,7 @@ def generation_row(
     ]
     seconds = generation.seconds
     nfe_total = generation.nfe_prefill + generation.nfe_denoise + generation.nfe_commit
+    nfe_total += generation.nfe_draft
     num_tokens = len(generation.token_ids)
     row.update(
         prompt_tokens=len(generation.prompt.token_ids),
@@ -55,7 +56,7 @@ def generation_row(
         nfe_prefill=generation.nfe_prefill,
         nfe_denoise=generation.nfe_denoise,
         nfe_commit=generation.nfe_commit,
-        nfe_draft=0,
+        nfe_draft=generation.nfe_draft,
         nfe_total=nfe_total,
         rounds=len(generation.accepted),
         accepted=generation.accepted,

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +55,7 @@ def encode_items(items: Iterable[Item]) -> bytes:
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Write ``items`` as JSON lines, replacing the file whole. Documents keep the column order of their source."""
-    temporary = partial_path(path)
-    temporary.write_bytes(encode_items(items))
-    temporary.replace(path)
+    write_whole(path, encode_items(items))
 
 
 def read_items(path: Path) -> Iterator[Item]:

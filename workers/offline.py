@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.errors import DlmgridError, InputError, TransientError
+from dlmgrid.workers.run_folder import read_manifest
 from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
 from dlmgrid.workers.staging_lock import decoding_units
 from dlmgrid.workers.trajectories.files import is_recorded
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
-from dlmgrid.workers.units import UnitResult, WorkUnit
+from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,17 +133,18 @@ def decode_units(
         get_method(unit.cell.method)
     for name in sorted({unit.device for unit in units}):
         check_device(name)
-    by_folder: dict[Path, list[str]] = {}
+    by_folder: dict[Path, list[WorkUnit]] = {}
     for unit in units:
-        by_folder.setdefault(folder_of(unit), []).append(unit.unit_key)
+        by_folder.setdefault(folder_of(unit), []).append(unit)
     with ExitStack() as locks:
-        for folder, unit_keys in by_folder.items():
+        for folder, own in by_folder.items():
             if not folder.is_dir():
                 raise InputError(
                     f"{folder}: the folder that the units were planned for is not there; bring it here and give its "
                     "place with --out"
                 )
-            locks.enter_context(decoding_units(folder, unit_keys))
+            locks.enter_context(decoding_units(folder, own))
+            _refuse_other_units(folder, own, path)
             try:
                 (folder / "staging").mkdir(exist_ok=True)
             except OSError as error:
@@ -150,6 +152,32 @@ def decode_units(
                     f"{folder} cannot be written ({error.strerror}); choose another --out"
                 ) from error
         return _decode(units, say)
+
+
+def _refuse_other_units(folder: Path, units: Sequence[WorkUnit], path: Path) -> None:
+    """Raises InputError where rows of ``units``, read from ``path``, are decoded already in units of another plan."""
+    todo = [unit for unit in units if stored_shard(unit) is None]
+    if not todo:
+        return
+    whole = list(read_manifest(folder).shards.values())
+    for file in sorted((folder / "staging").glob("*.parquet")):
+        with suppress(RejectedShardError):
+            whole.append(read_shard(file, sync=False))
+    decoded: dict[tuple[str, Key], str] = {
+        (shard.cell_key, key): shard.unit_key for shard in whole for key in shard.keys
+    }
+    twice = 0
+    for unit in todo:
+        records = Path(unit.trajectories) if unit.trajectories else None
+        for key in unit.keys:
+            other = decoded.get((unit.cell.cell_key, key))
+            if other is not None and other != unit.unit_key:
+                twice += records is None or is_recorded(records / f"{other}.parquet", unit.records)
+    if twice:
+        raise InputError(
+            f"{path}: {twice} rows of its units are decoded in {folder} already, in units of another plan; give the "
+            "command dlmgrid plan again, which leaves them out"
+        )
 
 
 def _decode(units: Sequence[WorkUnit], say: Callable[[str], None]) -> Decoded:

@@ -10,3 +10,17 @@ from uuid import uuid4
 def partial_path(path: Path) -> Path:
     """Where to write what then replaces ``path``: beside it, under a name that nobody else uses, ending in .part."""
     return path.with_name(f"{path.name}.{os.getpid()}-{uuid4().hex[:8]}.part")
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a small file, text as UTF-8, so that a reader finds the old one or the new one and never half of it.
+
+    Raises OSError where it cannot be written; the old file is then as it was.
+    """
+    partial = partial_path(path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,4 +1,4 @@
-"""Who may write to ``OUT/staging``: decoders of planned units side by side, each unit by one, or a run alone.
+"""Who may write to ``OUT/staging``: decoders of planned units side by side, each row by one, or a run alone.
 
 The locks are the operating system's, so they end with their process. Where a file system has none, nothing is held.
 """
@@ -11,12 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.units import WorkUnit
 
 try:
     import fcntl
 except ImportError:  # Windows has none: two decoders of one unit then write the same rows twice, each whole
     fcntl = None  # type: ignore[assignment]
+
+MOST_ROWS_HELD = 4096
+"""Rows of a call that are held one by one; with more, only its units are, since every lock is looked for among all."""
 
 
 @contextmanager
@@ -31,21 +36,30 @@ def alone_in_staging(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def decoding_units(out: Path, unit_keys: Sequence[str]) -> Iterator[None]:
-    """Hold these units of ``OUT`` for a decoder.
+def decoding_units(out: Path, units: Sequence[WorkUnit]) -> Iterator[None]:
+    """Hold these units of ``OUT``, and their rows, which may be other units' too, for a decoder.
 
-    Raises InputError while a run writes there, or another decoder holds one of the units.
+    Raises InputError while a run writes there, or another decoder holds one of the units or rows.
     """
-    with _opened(out / "staging.lock") as shared, _opened(out / "units.lock") as units:
+    with _opened(out / "staging.lock") as shared, _opened(out / "units.lock") as descriptor:
         if not _take(shared, is_shared=True):
             raise InputError(f"{out} is being written by a run; wait for it, or stop it")
-        taken = [key for key in unit_keys if not _take(units, at=int(key[:15], 16))]
+        has_rows = sum(len(unit.keys) for unit in units) <= MOST_ROWS_HELD
+        taken = [unit for unit in units if not _take_unit(descriptor, unit, has_rows=has_rows)]
         if taken:
             raise InputError(
-                f"{out}: {len(taken)} of these {len(unit_keys)} units are being decoded by another process; give each "
-                "process a --part of its own, or wait"
+                f"{out}: {len(taken)} of these {len(units)} units, or rows of them, are being decoded by another "
+                "process; give each process a --part of its own and of one plan, or wait"
             )
         yield
+
+
+def _take_unit(descriptor: int, unit: WorkUnit, *, has_rows: bool) -> bool:
+    names = [unit.unit_key]
+    if has_rows:
+        cell_key = unit.cell.cell_key
+        names += [digest([cell_key, key.item_id, key.repeat]) for key in unit.keys]
+    return all(_take(descriptor, at=int(name[:15], 16)) for name in names)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.decoding.canvas_decoder import CanvasDecoder, whole_canvas_length
 from dlmgrid.workers.decoding.commit_rules import build_rule
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt, canvas_length
+from dlmgrid.workers.decoding.linear_spec import LinearSpecDecoder
 from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import compare
 from dlmgrid.workers.drafting.catalog import get_method
@@ -223,10 +224,15 @@ class UnitRunner:
         self, unit: WorkUnit, config: ModelConfig, prompts: Iterable[Prompt], max_in_flight: int
     ) -> FamilyEngine:
         cell = unit.cell
+        drafts_by_pass = get_method(cell.method).drafts_by_pass
+        num_slots = max_in_flight * (2 if drafts_by_pass else 1)
         longest = max(
             (_num_positions(cell, config, len(prompt.token_ids)) for prompt in prompts),
             default=cell.block_length,
         )
+        longest += (
+            cell.block_length if drafts_by_pass else 0
+        )  # the last draft may begin before the canvas ends
         key = (
             unit.checkpoint,
             cell.weight_fingerprint,
@@ -250,14 +256,14 @@ class UnitRunner:
                 Path(unit.checkpoint),
                 cell,
                 config,
-                num_slots=max_in_flight,
+                num_slots=num_slots,
                 max_length=longest,
                 device=self.device,
             )
             self._engine_key = key
         else:
             self._engine = None  # its buffers may be gone when larger ones do not fit
-            engine = with_room(engine, cell.cache, max_in_flight, longest)
+            engine = with_room(engine, cell.cache, num_slots, longest)
         self._engine = engine
         return engine
 
@@ -331,6 +337,8 @@ def make_decoder(
     """The decode loop that fits a cell and its engine."""
     if isinstance(engine, CanvasEngine):
         return CanvasDecoder(engine, drafter, settings, recorder)
+    if get_method(cell.method).drafts_by_pass:
+        return LinearSpecDecoder(engine, settings, engine.logits_pass)
     target = SubBlockTarget(engine, cell.sub_block_length) if cell.cache == "sub_block" else engine
     return Decoder(target, drafter, settings, recorder, engine.logits_pass)
 

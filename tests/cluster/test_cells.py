@@ -244,6 +244,12 @@ def test_what_is_folded_or_has_no_effect_is_said(
         "decoder: window full is without effect: no method of the grid drafts"
     ]
     assert remarks(decoder=window) == []
+    assert remarks(record=["hidden", "window"]) == [
+        "record: hidden, window without effect: nothing is recorded; use dlmgrid record, or dlmgrid plan --record"
+    ]
+    (line,) = remarks(stop="full")
+    assert line.endswith("so the answers are those of eos, with more forwards")
+    assert line.startswith("stop: full on ")
     assert remarks(limit=13) == ["benchmark letters has 12 items; limit 13 takes them all"]
     (actors, cpus) = remarks(resources={"num_actors": 1000, "cpus_per_actor": 1024})
     assert actors.startswith("resources: num_actors 1000 is more than the 24 samples")

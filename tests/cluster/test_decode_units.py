@@ -99,6 +99,43 @@ def test_a_later_plan_leaves_out_what_is_staged_whole(plan_units: Plan) -> None:
     assert decode(again) == (0, [f"{again}: no units in it"])
 
 
+def test_a_plan_of_a_folder_without_its_manifest_leaves_out_what_a_run_adopts(
+    plan_units: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    units, out = plan_units(), tmp_path / "out"
+    decode(units)
+    files = sorted((out / "staging").glob("*.parquet"))
+    for file in files:
+        file.replace(out / "generations" / file.name)
+    (out / "manifest.jsonl").unlink()
+    (out / "generations" / files[-1].name).write_bytes(b"PAR1")
+    capsys.readouterr()
+    torn = [unit.unit_key for unit in read_units(plan_units())]
+    assert torn == [files[-1].stem]
+    said = capsys.readouterr().out
+    assert (
+        f"{len(files)} files in generations/ are not in manifest.jsonl; run adopts those that are whole"
+        in said
+    )
+
+
+def test_rows_that_units_of_another_plan_hold_are_not_decoded_again(plan_units: Plan, tmp_path: Path) -> None:
+    first = plan_units(resources={"items_per_unit": 4}).rename(tmp_path / "first.json")
+    second = plan_units(resources={"items_per_unit": 3})
+    assert decode(first)[0] == 0
+    staged = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "staging").glob("*.parquet")}
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"\d+ rows of its units are decoded in .* already, in units of another"
+        ):
+            decode(second)
+        assert all("already decoded" in line for line in decode(first)[1])
+    assert {file: file.stat().st_mtime_ns for file in staged} == staged
+    for file in staged:  # half of a file is nothing decoded
+        file.write_bytes(file.read_bytes()[:-9])
+    assert decode(second)[0] == 0
+
+
 def test_a_recording_is_known_as_one_and_adopts_no_rows_without_trajectories(
     plan_units: Plan, tmp_path: Path
 ) -> None:
@@ -151,7 +188,7 @@ def test_failed_rows_of_a_recording_are_not_run_again_without_a_recording(
     data = write_data(2, {1: {"prompt_fits": False}})
     works = make_works(write_grid(methods=["none"], temperatures=[0]), tmp_path / "out", data)
     store = Store(tmp_path / "out")
-    store.mark_recording()
+    store.mark_recording({})
     run_units(store, plan_chains(works, store, UnitSettings(run_id="test", device="cpu")))
     refuse_unrecorded_work(store, works)
     with pytest.raises(
@@ -164,8 +201,10 @@ HOLDER = """
 import sys
 from pathlib import Path
 from dlmgrid.workers.staging_lock import alone_in_staging, decoding_units
-out, keys = Path(sys.argv[1]), sys.argv[2:]
-with decoding_units(out, keys) if keys else alone_in_staging(out):
+from dlmgrid.workers.unit_file import read_units
+out, units, keys = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+held = [unit for unit in read_units(units) if unit.unit_key in keys]
+with decoding_units(out, held) if keys else alone_in_staging(out):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -173,21 +212,27 @@ with decoding_units(out, keys) if keys else alone_in_staging(out):
 
 def test_units_are_decoded_by_one_process_and_a_run_is_alone(plan_units: Plan, tmp_path: Path) -> None:
     units, out = plan_units(), tmp_path / "out"
-    mine, other = (unit.unit_key for unit in read_units(units)[:2])
+    mine, other = read_units(units)[:2]
     root = Path(__file__).resolve().parents[2]
 
     def hold(*keys: str) -> subprocess.Popen[str]:
         holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(out), *keys],
+            [sys.executable, "-c", HOLDER, str(out), str(units), *keys],
             cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         return holder
 
-    with hold(mine) as holder:
+    with hold(mine.unit_key) as holder:
         with decoding_units(out, [other]):
             pass
-        with pytest.raises(InputError, match=r"1 of these \d+ units are being decoded by another process"):
+        cut_anew = replace(mine, keys=mine.keys[:1])
+        with (
+            pytest.raises(InputError, match="1 of these 1 units, or rows of them"),
+            decoding_units(out, [cut_anew]),
+        ):
+            pass
+        with pytest.raises(InputError, match=r"1 of these \d+ units, or rows of them, are being decoded by"):
             decode(units)
         with pytest.raises(InputError, match="planned units are being decoded"), alone_in_staging(out):
             pass

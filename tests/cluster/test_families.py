@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from dlmgrid.cluster.cells import find_models, load_questions, make_cells
+from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.grid import parse_grid
+from dlmgrid.cluster.grid_remarks import grid_remarks
 from dlmgrid.cluster.row_faults import own_faults
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.workers.cell import Cell
@@ -24,6 +26,7 @@ from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_ch
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import Key, WorkUnit
 
+AUTOREGRESSIVE = {"name": "published", "variant": "causal"}
 NAMES = ("sdar", "llada2", "fast_dllm_v2", "nemotron")
 
 
@@ -92,6 +95,26 @@ def test_other_published_decoders_are_chosen_by_name(family: str, folders: dict[
             "with cache sub_block a state's next step depends on the path.*remove method 'ssd' or the cache",
         ),
         (
+            "nemotron",
+            {"methods": ["linear_spec"]},
+            "'linear_spec' does not draft for the decoder threshold; it does for c",
+        ),
+        (
+            "nemotron",
+            {"decoder": AUTOREGRESSIVE, "methods": ["linear_spec"], "budgets": [8]},
+            "'linear_spec' drafts at most 7 tokens of a block of model .*; lower budget 8",
+        ),
+        (
+            "nemotron",
+            {"decoder": AUTOREGRESSIVE, "methods": [{"name": "linear_spec", "fold": {"tau": 0.1}}]},
+            "'linear_spec' drafts no tree that could fold; remove fold",
+        ),
+        (
+            "nemotron",
+            {"decoder": AUTOREGRESSIVE, "methods": ["linear_spec"], "verification": "greedy_match"},
+            "'linear_spec' has no verification greedy_match",
+        ),
+        (
             "llada2",
             {"decoder": {"name": "static", "sub_block_length": 3}},
             "sub_block_length 3 does not divide its block of 8 tokens",
@@ -151,6 +174,54 @@ def test_rows_of_every_family_hold_together(
         assert list(own_faults(row)) == []
         assert row["family"] == family
         assert bool(row["seed_positions"]) == (family in ("fast_dllm_v2", "nemotron"))
+
+
+def test_a_draft_adapter_that_is_not_read_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in folders["nemotron"].iterdir():
+        (folder / path.name).symlink_to(path)
+    values = {
+        "name": "g", "models": [str(folder)], "benchmarks": [{"name": "words", "limit": 1}], "temperatures": [0],
+        "decoder": AUTOREGRESSIVE, "methods": ["linear_spec"], "budgets": [4],
+    }  # fmt: skip
+    grid, sources = parse_grid(yaml.safe_dump(values), "grid"), installed_sources()
+    questions = load_questions(grid, sources, None, None)
+    assert grid_remarks(grid, find_models(grid, sources), questions, None) == []
+    (folder / "linear_spec_lora").mkdir()
+    (line,) = grid_remarks(grid, find_models(grid, sources), questions, None)
+    assert line.endswith(
+        "its draft adapter linear_spec_lora is not read; linear_spec drafts with the model itself"
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_of_linear_speculation_hold_together(
+    temperature: float, folders: dict[str, Path], make_unit: Callable[..., WorkUnit]
+) -> None:
+    folder = folders["nemotron"]
+    settings = {"decoder": AUTOREGRESSIVE, "methods": ["linear_spec"], "budgets": [5]}
+    free, drafted = (
+        replace(cell, temperature=temperature, weight_fingerprint="", gen_length=20)
+        for cell in cells_of(folder, **settings)
+    )
+    assert (free.method, drafted.method, drafted.claim) == ("none", "linear_spec", "exact")
+    runner = UnitRunner(actor="test")
+    reference = make_unit(free, folder)
+    runner.run(reference)
+    result = runner.run(replace(make_unit(drafted, folder), reference_shards=(reference.output,)))
+    assert (result.num_errors, result.num_inexact, result.num_unchecked) == (0, 0, 0)
+    for row in pq.read_table(result.output).to_pylist():
+        assert (row["exact_tokens"], row["exact_path"], row["exact_bits"]) == (True, True, True)
+        assert list(own_faults(row)) == []
+        assert row["nfe_total"] == 1 + 2 * row["rounds"] <= forwards_per_row(drafted)
+        for name, value, fault in (
+            ("nfe_draft", 0, "nfe_draft is 0"),
+            ("nfe_commit", 1, "nfe_commit 1"),
+            ("rows_computed", row["rows_computed"] * 2, "rows_computed"),
+            ("accepted", [9, *row["accepted"][1:]], "rounds that accept"),
+        ):
+            assert any(fault in found for found in own_faults({**row, name: value}))
 
 
 @pytest.mark.parametrize("recheck", ["", "serial", "pipelined"])

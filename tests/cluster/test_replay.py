@@ -29,6 +29,7 @@ from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.offline import decode_units, part_of
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
+from dlmgrid.workers.trajectories.files import unrecorded_text
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -191,6 +192,11 @@ def test_offline_recordings_are_replayed_before_a_run_adopts_them(tmp_path: Path
     assert [summary.nfe_mean for summary in summarise(here)] == [
         summary.nfe_mean for summary in summarise(there)
     ]
+    assert unrecorded_text(out) == ""
+    grid.write_text(yaml.safe_dump(GRID | {"temperatures": [0, 1], "methods": ["none"]}))
+    show_plan(grid, installed_sources(), out=out, limit=None, data=None, units=units, records=True)
+    assert "2 of 4 planned generations" in unrecorded_text(out)
+    assert "at T = 1, static: none of 2" in unrecorded_text(out)
 
 
 @pytest.mark.parametrize("job", ["replay", "calibrate", "train_order", "study", "diagnose"])
@@ -265,6 +271,10 @@ def test_a_device_that_is_not_there_is_refused_before_work(recorded: Path, tmp_p
             "holds nothing of the next block beside each state; record it with record: [window] in the grid",
         ),
         ({"methods": [{"name": "ssd", "fold": {"tau": 0.1}}]}, "fold changes what a pass computes"),
+        (
+            {"methods": ["linear_spec"]},
+            "'linear_spec' drafts with passes of the model, so it cannot be replayed",
+        ),
     ],
 )
 def test_what_was_not_recorded_is_refused_before_work(

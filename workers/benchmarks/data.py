@@ -26,6 +26,7 @@ from typing import Any
 from dlmgrid.workers.benchmarks.data_file import DataFile, Row, content_digest, parse_rows, read_rows
 from dlmgrid.workers.cache import cache_folder
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 
 DATA_VARIABLE = "DLMGRID_DATA"
 MANIFEST = "manifest.json"
@@ -172,10 +173,8 @@ def _declared(folder: Path, source: DataFile) -> dict[str, Any] | None:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        write_whole(path, content)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error}); give another folder by --data DIR") from error

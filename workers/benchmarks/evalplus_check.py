@@ -21,7 +21,6 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
@@ -37,6 +36,7 @@ from dlmgrid.workers.benchmarks.evalplus_set import REPAIRED_TASKS
 from dlmgrid.workers.benchmarks.time_limit import Patience, time_limit
 from dlmgrid.workers.benchmarks.verdict import ALONE, SCORED, TIMED_OUT, verdict
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 
 # EvalPlus' own default is 1 s a test; the second try, alone on the machine, allows ten times as much.
 MIN_TIME_LIMIT_SECONDS = {"first": 1.0, ALONE: 10.0}
@@ -281,9 +281,7 @@ def expected_outputs(document: dict[str, Any], cache: Path) -> dict[str, Any]:
 
 def _write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    write_whole(path, content)
 
 
 _CHECKED = "checked_find_zero"

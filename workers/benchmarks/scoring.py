@@ -41,6 +41,7 @@ from dlmgrid.workers.benchmarks.verdict import (
 from dlmgrid.workers.cache import make_cache_folder
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import SCORES, read_table, to_table, write_table
 
 OPT_IN_VARIABLE = "HF_ALLOW_CODE_EVAL"
@@ -272,7 +273,7 @@ class _Run:
             if (benchmark.name, scorer.name) not in self._changed:
                 continue
             path = self._path(benchmark, scorer)
-            staged = staging / f"{path.name}.{os.getpid()}"
+            staged = partial_path(staging / path.name)
             rows = self._rows[benchmark.name, scorer.name]
             write_table(str(staged), to_table(SCORES, [rows[key] for key in sorted(rows)]))
             with staged.open("rb+") as file:

@@ -12,13 +12,14 @@ name of the table ``COMPARISONS`` chooses how it is compared, not what it is. Sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dlmgrid.workers.cell import DEFAULT_COMPARISON, SCHEDULES, Cell
+from dlmgrid.workers.cell import CERTAINTY, DEFAULT_COMPARISON, SCHEDULES, Cell
 from dlmgrid.workers.decoding.sampling import DEFAULT_SAMPLING, Sampling, sampling_of
 from dlmgrid.workers.decoding.schedules import even_split, linear_counts, linear_fractions, opened_by_masked
 
@@ -32,6 +33,7 @@ class CommitRule:
     are drawn and positions rated. ``select_step`` is given, in place of ``select`` for the target's own steps, where
     a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
     the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
+    ``reads_first``: a step depends on the row of the first masked position alone, so that only its bits count.
     """
 
     name: str
@@ -41,6 +43,7 @@ class CommitRule:
     select_step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     may_open_nothing: bool = False
     sub_block_length: int = 0
+    reads_first: bool = False
 
     @property
     def confidence(self) -> str:
@@ -155,6 +158,35 @@ def factor(value: float) -> CommitRule:
     return CommitRule(name="factor", select=select, max_commits=None)
 
 
+def entropy_bounded(bound: float) -> CommitRule:
+    """The positions of least entropy, as many as keep the sum of their entropies below ``bound`` nats; at least one.
+
+    A confidence c stands for the entropy -log c (``certainty`` of ``sampling``). Published rule: Labman42/JetEngine,
+    scheduler.py, of SDAR's strategies. The branch of that name in JetAstra/SDAR ``generate.py`` takes p log p of the
+    drawn token for the entropy, and marks positions with an index that is not defined there; the intended rule, which
+    sums the entropies of the distributions, is what stands here.
+
+    Raises ValueError for a bound that is not positive and finite.
+    """
+    if not 0 < bound < math.inf:
+        raise ValueError(f"threshold is {bound}, the bound of the entropies must be positive and finite")
+
+    def select(masked: Tensor, confidence: Tensor) -> Tensor:
+        ranked, order = _scores(masked, confidence).double().sort(dim=-1, descending=True, stable=True)
+        entropies = -ranked.clamp_min(torch.finfo(torch.float64).tiny).log()
+        # summed as integers: no sum then depends on what else is in the pass
+        spent = (entropies * _NAT).round().to(torch.int64).cumsum(dim=-1)
+        picked = spent < bound * _NAT
+        picked[..., 0] = True
+        return torch.zeros_like(masked).scatter(-1, order, picked) & masked
+
+    return CommitRule(name="entropy_bounded", select=select, max_commits=None)
+
+
+_NAT = 2.0**40
+"""Units of a nat in which entropies are summed."""
+
+
 def scheduled(name: str, block_length: int, counts: tuple[int, ...]) -> CommitRule:
     """The most confident positions, ``counts[k]`` of them at step k of a block; all that is left after the last."""
     opened = torch.ones(block_length + 1, dtype=torch.int64)
@@ -247,7 +279,7 @@ def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
     return replace(rule, select=select, max_commits=bound, sub_block_length=length)
 
 
-RULES = ("static", "threshold", "factor", "sequential", "causal", "llada", "dream")
+RULES = ("static", "threshold", "factor", "entropy_bounded", "sequential", "causal", "llada", "dream")
 """``causal`` is the rule of an autoregressive run: the leftmost position, in a pass that sees its block causally."""
 
 
@@ -269,7 +301,7 @@ def _base_rule(cell: Cell) -> CommitRule:
     if cell.decoder in SCHEDULES:
         return _scheduled_rule(cell)
     if cell.decoder == "causal":
-        return replace(sequential(1), name="causal")
+        return replace(sequential(1), name="causal", reads_first=True)
     if cell.decoder == "sequential":
         return sequential(cell.commits_per_step)
     if cell.decoder == "static":
@@ -282,6 +314,12 @@ def _base_rule(cell: Cell) -> CommitRule:
         if cell.factor is None:
             raise ValueError("the factor decoder needs a factor")
         return factor(cell.factor)
+    if cell.decoder == "entropy_bounded":
+        if cell.threshold is None:
+            raise ValueError("the entropy_bounded decoder needs a threshold, the bound in nats")
+        if cell.confidence != CERTAINTY:
+            raise ValueError(f"the entropy_bounded decoder compares {CERTAINTY}, not {cell.confidence}")
+        return entropy_bounded(cell.threshold)
     raise ValueError(f"decoder {cell.decoder!r} is not one of {', '.join(RULES)}")
 
 

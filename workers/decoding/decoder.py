@@ -109,7 +109,7 @@ class Decoder(RoundWalker):
                     f"item {prompt.item_id!r}: {len(prompt.token_ids)} prompt tokens and gen_length "
                     f"{self.settings.gen_length} need {canvas} positions, the buffers hold {self.target.max_length}"
                 )
-        width = min(self.target.num_slots, max_in_flight or self.target.num_slots, len(prompts))
+        width = min(self._num_samples, max_in_flight or self._num_samples, len(prompts))
         waiting = deque(enumerate(prompts))
         free_slots = list(range(width))[::-1]
         in_flight: dict[int, Sample] = {}
@@ -129,6 +129,11 @@ class Decoder(RoundWalker):
                     free_slots.append(sample.slot)
                     del in_flight[index]
         return [done[index] for index in range(len(prompts))]
+
+    @property
+    def _num_samples(self) -> int:
+        """Samples that the target's slots take."""
+        return self.target.num_slots
 
     def _canvas_length(self, prompt: Prompt) -> int:
         settings = self.settings

@@ -45,7 +45,8 @@ class Generation:
     """One decoded sample. Steps are counted over the whole generation; positions are absolute.
 
     ``seeds``: (position, token) of each block's first token that a storing pass gave.
-    ``argmax_commits`` counts the commits whose token is the most probable one where it was committed.
+    ``nfe_draft`` counts the target's passes that only draft, ``argmax_commits`` the commits whose token is the most
+    probable one where it was committed.
     ``fold_rows``: rows of drafted nodes that could fold; ``fold_recomputed``: how many of them were computed, by layer.
     """
 
@@ -60,6 +61,7 @@ class Generation:
     nfe_prefill: int = 0
     nfe_denoise: int = 0
     nfe_commit: int = 0
+    nfe_draft: int = 0
     argmax_commits: int = 0
     drafted_nodes: int = 0
     rows_computed: int = 0

@@ -234,6 +234,7 @@ class RowReader:
             position_noise,
             transition.end_token_ids,
             choose_from=lambda _: passed.choice,
+            entropies=passed.summary.entropy,
         )
         summary = passed.summary
         is_top = summary.probabilities == summary.probabilities[:, :1]

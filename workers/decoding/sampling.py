@@ -11,6 +11,8 @@ The token of a row is the argmax of its logits at T = 0, else of logits / T + Gu
     topk_margin     lead of the first over the second tempered, filtered probability (same)
     entropy         Σ p log(p + 1e-10), the negative entropy, of the tempered, filtered distribution (same)
     origin          none: every position opens with the probability that the schedule gives (same)
+    certainty       e^-H, H the entropy in nats of the tempered, filtered distribution (what Labman42/JetEngine's
+                    entropy_bounded sums up, brought into [0, 1])
 
 Every function treats rows apart. Shapes: R rows, V vocabulary.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 from dlmgrid.kernels.logits import Choice, choose, token_probabilities
 from dlmgrid.workers.cell import Cell
 
-CONFIDENCES = ("tempered", "plain", "random", "maskgit_plus", "topk_margin", "entropy", "origin")
+CONFIDENCES = ("tempered", "plain", "random", "maskgit_plus", "topk_margin", "entropy", "origin", "certainty")
 
 READS_STEP = ("origin",)
 """Confidences whose noise is keyed by the step of the block: a step may open nothing, and the next draws anew."""
@@ -111,7 +113,7 @@ def needs_logits(sampling: Sampling, temperature: float) -> bool:
     filters = (sampling.top_p is not None and sampling.top_p < 1) or sampling.top_k is not None
     if filters or sampling.confidence in ("topk_margin", "entropy"):
         return True
-    return sampling.confidence == "plain" and temperature not in (0, 1)
+    return sampling.confidence in ("plain", "certainty") and temperature not in (0, 1)
 
 
 def draw(
@@ -123,12 +125,14 @@ def draw(
     end_token_ids: tuple[int, ...] = (),
     *,
     choose_from: Callable[[Tensor], Choice] | None = None,
+    entropies: Tensor | None = None,
 ) -> Drawn:
     """Draw the token of each row of ``logits`` fp32 [R, V] and rate its position.
 
     ``logits`` may be None where :func:`needs_logits` is false and ``choose_from`` knows the choice.
     ``token_noise``: Gumbel fp32 [R, V] at T > 0, None at T = 0. ``choose_from``: what chooses from the filtered logits
-    instead, with noise of its own; where nothing is filtered it is shown ``logits`` itself.
+    instead, with noise of its own; where nothing is filtered it is shown ``logits`` itself. ``entropies`` fp32 [R] of
+    the rows at T = 1, where ``logits`` is None.
     """
     if logits is None:
         assert choose_from is not None, "a draw without logits is told its choice"
@@ -138,7 +142,10 @@ def draw(
     else:
         filtered = filter_logits(logits, temperature, sampling.top_p, sampling.top_k)
     choice = choose(filtered, temperature, token_noise) if choose_from is None else choose_from(filtered)
-    confidence = _rate(logits, filtered, choice, sampling, temperature, position_noise)
+    if sampling.confidence == "certainty" and entropies is not None:
+        confidence = (-entropies).exp()
+    else:
+        confidence = _rate(logits, filtered, choice, sampling, temperature, position_noise)
     if sampling.alg_temp > 0:
         confidence = (confidence / sampling.alg_temp + position_noise.gumbel()).clamp_min(LEAST_CONFIDENCE)
     if sampling.eos_policy == "confidence_eos_eot_inf":
@@ -193,6 +200,8 @@ def _rate(
     if kind == "topk_margin":
         two = probabilities.topk(2, dim=1).values
         return two[:, 0] - two[:, 1]
+    if kind == "certainty":
+        return (-_sum_rows(torch.special.entr(probabilities))).exp()
     return _sum_rows(probabilities * (probabilities + 1e-10).log())
 
 

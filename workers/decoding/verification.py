@@ -159,9 +159,7 @@ def walk(
             found = tree.find(active, step.following)
         if rule.may_open_nothing:  # the state stays, the block's step counts on: the round ends
             found = torch.where(step.selected.any(dim=1), found, -1)
-        digests = torch.zeros(active.shape[0], dtype=torch.int64, device=device).index_add_(
-            0, level.row_of, commit_hashes(level.positions, level.digests)
-        )
+        digests = _state_digests(rule, level)
         _record(steps, active.tolist(), step, digests)
 
         following = step.following
@@ -186,6 +184,16 @@ def walk(
             walks_on &= ~has_stopped(active, following)
         active, node = active[walks_on], found[walks_on]
     return roots, steps
+
+
+def _state_digests(rule: CommitRule, level: Level) -> Tensor:
+    """int64 [A]: of each state the bits of the rows that its step depends on."""
+    hashes = commit_hashes(level.positions, level.digests)
+    if rule.reads_first:
+        is_later = torch.zeros_like(level.row_of, dtype=torch.bool)
+        is_later[1:] = level.row_of[1:] == level.row_of[:-1]
+        hashes = hashes.masked_fill(is_later, 0)
+    return torch.zeros_like(level.commit_counts).index_add_(0, level.row_of, hashes)
 
 
 class _Chosen(NamedTuple):
@@ -260,7 +268,7 @@ def _walk_all(
         transition.rule, level.states, _choose(level, level.drawn, level.is_argmax, checks=False), no_step
     )
     following = step.following
-    digests = no_step.index_add(0, level.row_of, commit_hashes(level.positions, level.digests))
+    digests = _state_digests(transition.rule, level)
     left = num_masked(following)
     goes_on = left > 0
     if has_stopped is not None:

@@ -15,7 +15,8 @@ class MethodInfo:
     ``parameters`` are keys of the method in a grid, given to the builder by name. ``file_key`` is the one of them
     that names its learned or calibrated part, a file ("" where there is none); ``reads`` says what that file holds:
     ``order_model``, ``draft_graph`` or ``set_model``. ``records`` is what a recording must hold beyond the steps for a
-    replay of the method.
+    replay of the method. ``drafts_by_pass``: its drafts are passes of the target, made by a decoder of its own
+    (workers/decoding), which counts them as forwards; it is live only and takes no fold.
     """
 
     name: str
@@ -26,10 +27,13 @@ class MethodInfo:
     implementation: str
     needs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal", "llada", "dream")
+    decoders: tuple[str, ...] = (
+        "static", "sequential", "threshold", "factor", "entropy_bounded", "causal", "llada", "dream",
+    )  # fmt: skip
     file_key: str = ""
     reads: str = ""
     records: tuple[str, ...] = ()
+    drafts_by_pass: bool = False
 
 
 METHODS: dict[str, MethodInfo] = {
@@ -178,6 +182,19 @@ METHODS: dict[str, MethodInfo] = {
             file_key="checkpoint",
             reads="set_model",
             records=("hidden",),
+        ),
+        MethodInfo(
+            name="linear_spec",
+            title="Linear self-speculation",
+            summary=(
+                "For the decoder causal of nemotron: one pass in diffusion mode drafts the D tokens behind the newest "
+                "one, one causal pass verifies and stores them. The published D is block length - 1."
+            ),
+            source="linear_spec_generate of Nemotron-Labs-Diffusion, without its optional draft adapter",
+            lossless=True,
+            implementation="dlmgrid.workers.drafting.none:build",
+            decoders=("causal",),
+            drafts_by_pass=True,
         ),
     )
 }

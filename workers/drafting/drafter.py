@@ -188,7 +188,7 @@ def rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Pred
     if kind == "topk_margin":
         lead = snapshots.probabilities[..., 0] - snapshots.probabilities[..., 1]
         confidence = lead[:, None].double()
-    elif kind == "entropy":
+    elif kind in ("entropy", "certainty"):
         confidence = (-snapshots.entropy.double()).exp()[:, None]
     elif kind == "random" and inputs.stream == Stream.TOKEN:
         shape = (*commit_counts.shape, inputs.roots.shape[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import partial_path, write_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +126,7 @@ def _save(path: Path, model: nn.Module, header: dict[str, Any], card: dict[str, 
     partial.replace(path)
     fingerprint = read_order_checkpoint(path).fingerprint
     text = json.dumps({"fingerprint": fingerprint, **header, **card}, indent=1, sort_keys=True)
-    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    write_whole(path.with_suffix(".json"), text + "\n")
     return fingerprint
 
 

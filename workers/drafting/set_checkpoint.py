@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import partial_path, write_whole
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.set_model import SetModel
@@ -79,7 +79,7 @@ def save_set_model(path: Path, model: SetModel, *, target: str, card: dict[str, 
     partial.replace(path)
     fingerprint = read_set_checkpoint(path).fingerprint
     text = json.dumps({"fingerprint": fingerprint, **header}, indent=1, sort_keys=True)
-    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    write_whole(path.with_suffix(".json"), text + "\n")
     return fingerprint
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from dlmgrid.workers.cell import DEFAULT_CONFIDENCE, digest
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import write_whole
 
 FORMAT = "dlmgrid-draft-graph-1"
 SELECTIONS = ("marginal_gain", "connected_count", "degree_1")
@@ -138,10 +138,8 @@ def build_graph(
 
 def save_graph(graph: DraftGraph, path: Path) -> None:
     """Write the graph as JSON with its fingerprint, whole or not at all."""
-    partial = partial_path(path)
     text = json.dumps({"fingerprint": graph.fingerprint, **_plain(graph)}, indent=1)
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text + "\n")
 
 
 def load_graph(path: Path) -> DraftGraph:

@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from dlmgrid.workers.drafting.spiffy_graph import ROOT, DraftGraph
+from dlmgrid.workers.partial_files import write_whole
 
 _COLUMN, _ROW, _WIDTH, _HEIGHT, _MARGIN = 240, 44, 190, 32, 24
 
@@ -13,7 +14,7 @@ _COLUMN, _ROW, _WIDTH, _HEIGHT, _MARGIN = 240, 44, 190, 32, 24
 def save_picture(graph: DraftGraph, path: Path) -> None:
     """Write the picture of ``graph``. A node shows its pairs (position rank : token rank) and the share of calibration
     roots whose path goes through it; every edge of the graph is drawn, the first parent's in a full line."""
-    path.write_text(draw(graph), encoding="utf-8")
+    write_whole(path, draw(graph))
 
 
 def draw(graph: DraftGraph) -> str:

@@ -110,6 +110,27 @@ class Engine(ModelHead):
         """Positions of ``slot`` that hold stored keys and values, from 0."""
         return self._cached[slot]
 
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, *, first_start: int, block_start: int) -> None:
+        """Lay the positions of slot ``source`` before ``block_start`` out in slot ``target``, so that a block may start
+        there. ``first_start``: where a block of ``source`` starts.
+
+        Raises ValueError where blocks lie on an absolute grid, or ``source`` does not hold so many positions.
+        """
+        if not self._from_prompt:
+            raise ValueError(f"copy_prefix: blocks of the family {self.config.family} start on one grid")
+        before, after = self._leading(first_start), self._leading(block_start)
+        if block_start + before > self._cached[source] or block_start + after > self.max_length:
+            raise ValueError(
+                f"copy_prefix: {block_start} positions of slot {source}, which holds {self._cached[source] - before}"
+            )
+        positions = torch.arange(block_start, device=self.device)
+        reads, writes = positions + before, positions + after
+        for cache in (self._keys, self._values):
+            held = cache[:, source][:, reads // KEY_TILE, :, reads % KEY_TILE]
+            cache[:, target][:, writes // KEY_TILE, :, writes % KEY_TILE] = held
+        self._cached[target] = block_start + after
+
     def reset(self, slot: int) -> None:
         """Forget what ``slot`` holds; the next sample starts at position 0."""
         self._cached[slot] = 0

@@ -14,7 +14,7 @@ from dlmgrid.workers.cache import cache_folder
 from dlmgrid.workers.cell import digest
 from dlmgrid.workers.models.checkpoint import ModelConfig, read_config
 from dlmgrid.workers.models.shards import TensorEntry, read_entries
-from dlmgrid.workers.partial_files import partial_path
+from dlmgrid.workers.partial_files import write_whole
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 _READ_BYTES = 1 << 24
@@ -41,9 +41,7 @@ def weight_fingerprint(folder: Path | str, *, read_at_most: int | None = None) -
         return ""
     fingerprint = _compute(config, entries, tokenizer_files)
     record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = partial_path(record)
-    temporary.write_text(fingerprint + "\n", encoding="ascii")
-    temporary.replace(record)
+    write_whole(record, fingerprint + "\n")
     return fingerprint
 
 

@@ -87,6 +87,12 @@ FAMILY = Family(
             threshold=0.9,
             comparison="fast_dllm",
         ),
+        "entropy_bounded": PublishedDecoder(
+            source="JetEngine entropy_bounded, eb_threshold 0.35",
+            decoder="entropy_bounded",
+            threshold=0.35,
+            confidence="certainty",
+        ),
         "sglang": PublishedDecoder(
             source="sglang LowConfidence",
             decoder="threshold",

@@ -107,6 +107,12 @@ def weights_from_tensors(
     return frame.finish()
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite: from the extremes, which NaN spreads to, at the speed of a copy."""
+    lowest, highest = torch.aminmax(tensor)
+    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
+
+
 Slot = tuple[int, str]
 """Layer (-1: the model's own) and what it is called in :class:`LayerWeights` or :class:`ModelWeights`."""
 
@@ -123,7 +129,7 @@ class _Frame:
 
     def place(self, name: str, place: TensorPlace, tensor: Tensor) -> None:
         """Copy a tensor to where it belongs; ``name`` is its published name."""
-        if not bool(torch.isfinite(tensor).all()):
+        if not _is_finite(tensor):
             raise InputError(
                 f"tensor {name}: holds NaN or infinity; the checkpoint is damaged, download it again"
             )

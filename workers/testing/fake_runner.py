@@ -11,6 +11,7 @@ from typing import Any
 from dlmgrid.workers.cell import Cell, digest
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import Item, read_items
+from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.rows import Provenance, blank_row, error_row
 from dlmgrid.workers.tables import GENERATIONS, read_table, to_table, write_table
 from dlmgrid.workers.testing.faults import BEFORE_WRITING, commit_fault, find_fault
@@ -46,12 +47,12 @@ class FakeUnitRunner:
                 faults.append((fault, item))
         references = _read_references(unit)
         rows = [self._row(unit, key, items[key.item_id], references) for key in unit.keys]
-        temporary = unit.output + ".part"
-        write_table(temporary, to_table(GENERATIONS, rows))
-        with Path(temporary).open("rb") as file:
+        temporary = partial_path(Path(unit.output))
+        write_table(str(temporary), to_table(GENERATIONS, rows))
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
             content = file.read()
-        Path(temporary).replace(unit.output)
+        temporary.replace(unit.output)
         for fault, item in faults:
             commit_fault(fault, item, unit)
         verdicts = [(row["exact_tokens"], row["exact_path"], row["exact_bits"]) for row in rows]

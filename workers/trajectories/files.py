@@ -24,6 +24,7 @@ from dlmgrid.workers.tables import (
     check_schema,
     read_table,
 )
+from dlmgrid.workers.trajectories.planned import read_planned
 from dlmgrid.workers.units import Key
 
 
@@ -191,27 +192,48 @@ def recorded_generations(path: Path) -> Iterator[RecordedGeneration]:
 
 
 def unrecorded_text(path: Path) -> str:
-    """Which items planned in a recorded folder have no trajectory there, in words; "" where all have, and for a file.
+    """Which planned generations have no trajectory in a recorded folder, in words; "" where all have, and for a file.
 
-    Planned are the items of ``inputs/``, for each recorded cell and repeat.
+    Planned is what plans and recordings have asked for (:mod:`~dlmgrid.workers.trajectories.planned`), also cells of
+    which nothing was recorded; for cells without such an entry the items of ``inputs/``, in each recorded repeat.
     """
     if path.is_file():
         return ""
     cells: dict[str, Cell] = {}
-    keys: dict[str, set[Key]] = {}
+    recorded: dict[str, set[Key]] = {}
     for generation in recorded_generations(path):
         cells[generation.cell.cell_key] = generation.cell
-        keys.setdefault(generation.cell.cell_key, set()).add(generation.key)
-    parts, num_missing, num_planned = [], 0, 0
-    for cell_key, cell in cells.items():
-        name = inputs_file_name(cell.benchmark, cell.prompt_version, cell.num_fewshot)
-        inputs = path / "inputs" / name
+        recorded.setdefault(generation.cell.cell_key, set()).add(generation.key)
+    planned: dict[str, frozenset[Key]] = {}
+    for cell_key, entry in read_planned(path).items():
+        cells[cell_key] = entry.cell
+        planned[cell_key] = entry.keys
+    for cell_key in recorded.keys() - planned.keys():
+        cell = cells[cell_key]
+        inputs = path / "inputs" / inputs_file_name(cell.benchmark, cell.prompt_version, cell.num_fewshot)
         items = [item.item_id for item in read_items(inputs)] if inputs.is_file() else []
-        planned = {Key(item_id, repeat) for item_id in items for repeat in {k.repeat for k in keys[cell_key]}}
-        num_planned += len(planned)
-        if missing := len(planned - keys[cell_key]):
-            num_missing += missing
-            parts.append(f"{cell.benchmark} at T = {cell.temperature:g} {missing} of {len(planned)}")
+        repeats = {key.repeat for key in recorded[cell_key]}
+        planned[cell_key] = frozenset(Key(item_id, repeat) for item_id in items for repeat in repeats)
+    parts, num_missing = [], 0
+    for cell_key, keys in planned.items():
+        if missing := sorted(keys - recorded.get(cell_key, set())):
+            num_missing += len(missing)
+            parts.append(f"{_cell_text(cells[cell_key])}: {_missing_text(missing, len(keys))}")
     if not parts:
         return ""
-    return f"{path}: {num_missing} of {num_planned} planned generations are not recorded ({', '.join(parts)})"
+    num_planned = sum(map(len, planned.values()))
+    return f"{path}: {num_missing} of {num_planned} planned generations are not recorded ({'; '.join(parts)})"
+
+
+def _cell_text(cell: Cell) -> str:
+    """What tells a recorded cell from the others of its folder, in a few words."""
+    threshold = "" if cell.threshold is None else f" {cell.threshold:g}"
+    return f"{cell.model} on {cell.benchmark} at T = {cell.temperature:g}, {cell.decoder}{threshold}"
+
+
+def _missing_text(missing: Sequence[Key], num_planned: int) -> str:
+    if len(missing) == num_planned:
+        return f"none of {num_planned}"
+    names = [f"{key.item_id}/{key.repeat}" if key.repeat else key.item_id for key in missing]
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(missing)} of {num_planned} missing, {shown}"

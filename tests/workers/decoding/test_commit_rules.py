@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from dlmgrid.workers.cell import Cell
-from dlmgrid.workers.decoding.commit_rules import COMPARISONS, build_rule, factor, static, threshold
+from dlmgrid.workers.decoding.commit_rules import (
+    COMPARISONS,
+    build_rule,
+    entropy_bounded,
+    factor,
+    static,
+    threshold,
+)
 
 
 def select(rule_name: str, masked: list[bool], confidence: list[float], **settings: float | str) -> list[int]:
@@ -68,6 +75,30 @@ def test_factor_opens_one_where_nothing_is_sure_and_ignores_what_is_filled() -> 
 
 
 @pytest.mark.parametrize(
+    ("entropies", "bound", "opened"),
+    [
+        ([0.3, 0.1, 0.2], 0.59, [1, 2]),
+        ([0.3, 0.1, 0.2], 0.61, [0, 1, 2]),
+        ([0.25, 0.5, 0.25], 0.5, [0]),  # the sum must stay below the bound
+        ([4.0, 3.0, 5.0], 0.35, [1]),
+        ([0.0, 0.0, 9.0], 0.35, [0, 1]),
+        ([3.0, 3.0, 3.0], 0.35, [0]),
+        ([1.0], 1e9, [0]),
+    ],
+)
+def test_entropies_of_a_step_stay_below_the_bound(
+    entropies: list[float], bound: float, opened: list[int]
+) -> None:
+    certain = torch.tensor([[0.0, *entropies]], dtype=torch.float64).neg().exp()
+    masked = torch.tensor([[False] + [True] * len(entropies)])
+    picked = entropy_bounded(bound).select(masked, certain)[0]
+    assert picked.nonzero().flatten().tolist() == [1 + position for position in opened]
+    rows = entropy_bounded(bound).select(masked.expand(5, -1), certain.expand(5, -1))
+    assert bool((rows == picked).all())
+    assert not entropy_bounded(bound).select(torch.zeros_like(masked), certain).any()
+
+
+@pytest.mark.parametrize(
     ("comparison", "on_the_threshold", "all_below"),
     [("sdar", [0], [1]), ("fast_dllm", [0, 1], [1]), ("dinfer", [0, 1], [1, 2])],
 )
@@ -81,6 +112,26 @@ def test_comparisons_differ_on_the_threshold_and_below_it(
     near = 0.5 - 5e-6
     assert select("threshold", masked, [0.1, 0.5, near], value=0.75, comparison=comparison) == all_below
     assert select("threshold", [False, True, True], [0.9, 0.3, 0.2], value=0.75, comparison=comparison) == [1]
+
+
+def test_a_threshold_step_opens_the_most_confident_where_too_few_pass() -> None:
+    """SDAR's low_confidence_dynamic with fewer denoising steps than positions, LLaDA2's minimal_topk."""
+    masked = torch.tensor([[False, True, True, True, True]])
+    for confidence, opened in (
+        ([1.0, 0.95, 0.2, 0.3, 0.1], [1, 3]),
+        ([1.0, 0.95, 0.99, 0.3, 0.96], [1, 2, 4]),
+        ([1.0, 0.5, 0.5, 0.5, 0.5], [1, 2]),
+    ):
+        picked = threshold(0.9, min_commits=2).select(masked, torch.tensor([confidence]))
+        assert picked[0].nonzero().flatten().tolist() == opened
+    alone = torch.tensor([[False, False, True]])
+    assert threshold(0.9, min_commits=2).select(alone, torch.full((1, 3), 0.1))[0].tolist() == [
+        False,
+        False,
+        True,
+    ]
+    rule = build_rule(make_cell(decoder="threshold", threshold=0.9, commits_per_step=2))
+    assert int(rule.select(masked, torch.tensor([[1.0, 0.95, 0.2, 0.3, 0.1]])).sum()) == 2
 
 
 def test_ties_go_to_the_lowest_position() -> None:
@@ -131,6 +182,12 @@ def test_a_threshold_without_a_comparison_is_the_cell_of_the_default_one() -> No
         ({"decoder": "factor"}, "the factor decoder needs a factor"),
         ({"decoder": "factor", "factor": 0.0}, "factor is 0.0, it must be positive"),
         ({"decoder": "factor", "factor": float("nan")}, "must be positive"),
+        ({"decoder": "entropy_bounded"}, "needs a threshold, the bound in nats"),
+        ({"decoder": "entropy_bounded", "threshold": 0.3}, "compares certainty, not tempered"),
+        (
+            {"decoder": "entropy_bounded", "threshold": float("inf"), "confidence": "certainty"},
+            "threshold is inf, the bound of the entropies",
+        ),
     ],
 )
 def test_a_rule_that_does_not_exist_is_refused(settings: dict[str, Any], message: str) -> None:

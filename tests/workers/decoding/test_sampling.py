@@ -72,6 +72,7 @@ def test_confidences_are_those_of_their_sources(
         "maskgit_plus": kept[at, tokens],
         "topk_margin": ranked[:, 0] - ranked[:, 1],
         "entropy": (kept * torch.log(kept + 1e-10)).sum(1),
+        "certainty": torch.distributions.Categorical(probs=kept).entropy().neg().exp(),
     }
     for name, values in expected.items():
         sampling = Sampling(confidence=name, top_p=top_p, top_k=top_k)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlmgrid.kernels.logits import choose
-from dlmgrid.workers.decoding.commit_rules import CommitRule, factor, static, threshold
+from dlmgrid.workers.decoding.commit_rules import CommitRule, entropy_bounded, factor, static, threshold
 from dlmgrid.workers.decoding.decoder import (
     GREEDY_MATCH,
     VERIFICATIONS,
@@ -32,6 +32,7 @@ RULES = {
     "threshold": threshold(0.5),
     "threshold-dinfer": threshold(0.9, comparison="dinfer"),
     "factor": factor(1.0),
+    "entropy_bounded": entropy_bounded(1.0),
 }
 LENGTH, VOCAB = 8, 40
 PROMPTS = [Prompt(item_id=f"item-{index}", repeat=0, token_ids=(1 + index,)) for index in range(6)]

@@ -66,6 +66,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "static-1": {},
     "static-3": {"commits_per_step": 3},
     "threshold": {"decoder": "threshold", "threshold": 0.5},
+    "threshold-2": {"decoder": "threshold", "threshold": 0.5, "commits_per_step": 2},
+    "entropy_bounded": {"decoder": "entropy_bounded", "threshold": 5.0, "confidence": "certainty"},
 }
 
 

@@ -401,12 +401,14 @@ def test_a_real_model_answers_a_question(tmp_path: Path) -> None:
     assert encoder.decode(block[len(tail) :].tolist()).startswith("Natalia sold 48/2 = 24 clips in May")
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
     config = tiny_config()
     write_random_checkpoint(tmp_path / "model", config)
     path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"tensor model.layers.1.mlp.up_proj.weight: holds NaN or infinity"):
         load_engine(tmp_path / "model", num_slots=1, max_length=64, self_test=False)

@@ -26,6 +26,7 @@ from dlmgrid.workers.unit_runner import decode_settings
 
 LENGTH = 8
 BUDGET = 6
+BY_ENTROPY = {"decoder": "entropy_bounded", "threshold": 3.0, "confidence": "certainty"}
 FAMILIES = ("sdar", "llada2", "fast_dllm_v2", "nemotron")
 PROMPTS = [
     Prompt(item_id=f"item-{count}", repeat=0, token_ids=tuple((5 * index) % 251 for index in range(count)))
@@ -37,12 +38,13 @@ def family_cell(family: str, **settings: Any) -> Cell:
     """A draft-free cell under the family's own rule, one position a step where that is a threshold too high for
     random weights."""
     rule = get_family(family).decoder
-    return Cell(
-        model="tiny", weight_fingerprint="f" * 24, benchmark="words_train", prompt_version="1", method="none", budget=0,
-        block_length=LENGTH, gen_length=12, seed=3, decoder=rule.decoder,
-        threshold=0.4 if rule.threshold else None, comparison=rule.comparison, confidence=rule.confidence,
-        sub_block_length=4 if rule.sub_block_length else 0, **settings,
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "model": "tiny", "weight_fingerprint": "f" * 24, "benchmark": "words_train", "prompt_version": "1",
+        "method": "none", "budget": 0, "block_length": LENGTH, "gen_length": 12, "seed": 3, "decoder": rule.decoder,
+        "threshold": 0.4 if rule.threshold else None, "comparison": rule.comparison, "confidence": rule.confidence,
+        "sub_block_length": 4 if rule.sub_block_length else 0,
+    }  # fmt: skip
+    return Cell(**(values | settings))
 
 
 def decode(
@@ -64,13 +66,15 @@ def random_order_model() -> OrderModel:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda t: f"T{t:g}")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "rule"), [*((family, {}) for family in FAMILIES), ("sdar", BY_ENTROPY)], ids=str
+)
 def test_drafted_runs_are_the_serialized_run(
-    family: str, temperature: float, make_model: Callable[..., Any], tmp_path: Path
+    family: str, rule: dict[str, Any], temperature: float, make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
     _, folder = make_model(family, 0.3, block_length=LENGTH)
     engine = load_engine(folder, num_slots=2, max_length=64, self_test=False)
-    cell = family_cell(family, temperature=temperature)
+    cell = family_cell(family, temperature=temperature, **rule)
     recorder = TrajectoryRecorder()
     serialized = decode(engine, cell, none.build(), max_in_flight=1, recorder=recorder)
     recorder.write(tmp_path / "runs.parquet", cell.canonical(), [(p.item_id, p.repeat) for p in PROMPTS])

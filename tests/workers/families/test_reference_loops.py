@@ -30,6 +30,8 @@ LENGTH = 8
 GEN = 16
 SCALE = 0.3
 """Of the random weights: confidences then lie on both sides of the rules' thresholds."""
+BOUND = 6.0
+"""Of the entropies of a step under these weights, in nats: steps open one position or several."""
 
 
 @dataclass
@@ -92,6 +94,9 @@ class Loop:
 
 
 def confidence(loop: Loop, rule: PublishedDecoder, logits: Tensor, token: int) -> float:
+    if rule.confidence == "certainty":  # minus the entropy
+        log_p = (logits.double() / (loop.temperature or 1.0)).log_softmax(-1).clamp_min(-700)
+        return float((log_p.exp() * log_p).sum())
     temperature = loop.temperature if rule.confidence == "tempered" and loop.temperature > 0 else 1.0
     return float((logits / temperature).softmax(-1)[token])
 
@@ -103,6 +108,15 @@ def open_positions(rule: PublishedDecoder, sure: dict[int, float]) -> list[int]:
         return ranked[: rule.commits_per_step]
     if rule.decoder == "sequential":
         return sorted(sure)[: rule.commits_per_step]
+    if rule.decoder == "entropy_bounded":
+        assert rule.threshold is not None
+        opened, spent = [], 0.0
+        for position in ranked:
+            spent += -sure[position]
+            if opened and spent >= rule.threshold:
+                break
+            opened.append(position)
+        return opened
     assert rule.decoder == "threshold" and rule.threshold is not None
     limit = rule.threshold
     if rule.comparison == "dinfer":
@@ -216,7 +230,7 @@ RULES = [
     for family in LOOPS
     for name in ("default", *get_family(family).variants)
     for temperature in (0.0, 1.0, 0.7)
-    if temperature < 1 or name == "default"
+    if temperature < 1 or name in ("default", "entropy_bounded")
 ]
 
 
@@ -225,6 +239,8 @@ def published(family: str, name: str) -> PublishedDecoder:
     declared = get_family(family)
     rule = declared.decoder if name == "default" else declared.variants[name]
     rule = replace(rule, sub_block_length=4) if rule.sub_block_length else rule
+    if rule.decoder == "entropy_bounded":
+        return replace(rule, threshold=BOUND)
     return replace(rule, threshold=0.4) if rule.threshold else rule
 
 
@@ -255,6 +271,7 @@ def test_a_decode_is_the_plain_loop_token_for_token_and_pass_for_pass(
     stops: tuple[int, ...] = ()
     for num_prompt in (3, LENGTH, 21) if (name, temperature) == ("default", 0.0) else (21,):
         prompt = [(7 * index) % 251 for index in range(num_prompt)]
+        steps: list[tuple[tuple[int, int], ...]] = []
         for attempt in range(2):
             loop_config = replace(config, stop_token_ids=stops) if attempt else config
             engine.config = loop_config
@@ -262,6 +279,7 @@ def test_a_decode_is_the_plain_loop_token_for_token_and_pass_for_pass(
             run(loop, rule)
             ours = decode(engine, rule, prompt, temperature)
             assert ours.steps == loop.steps
+            steps += loop.steps
             assert ours.seeds == loop.seeds
             assert ours.token_ids == loop.output()
             assert (ours.nfe_denoise, ours.nfe_commit) == (loop.num_denoise, loop.num_commit)
@@ -269,3 +287,5 @@ def test_a_decode_is_the_plain_loop_token_for_token_and_pass_for_pass(
             if not attempt:  # decode again with a stop id that is met on the way
                 stops = (ours.token_ids[2 * len(ours.token_ids) // 3],)
         assert ours.stop_reason == "eos"
+        if rule.decoder == "entropy_bounded":
+            assert max(map(len, steps)) > 1

@@ -167,7 +167,8 @@ def test_a_generation_in_several_files_counts_once_and_one_with_a_torn_file_of_r
     assert unrecorded_text(out) == ""
     items = [Item(item_id=f"item-{number}", prompt="") for number in (1, 8, 21, 22, 23)]
     write_items(out / "inputs" / inputs_file_name("none", "1", 0), items)
-    assert unrecorded_text(out).endswith("2 of 5 planned generations are not recorded (none at T = 0 2 of 5)")
+    assert "2 of 5 planned generations are not recorded" in unrecorded_text(out)
+    assert unrecorded_text(out).endswith("on none at T = 0, static: 2 of 5 missing, item-22, item-23)")
     (out / "trajectories" / "once.parquet").unlink()
     with pytest.raises(InputError, match=r"once\.parquet: dlmgrid.table is trajectories"):
         list(load_trajectories(out))
