@@ -60,9 +60,9 @@ def command(
     training that was stopped goes on when the same command is given again.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
-    if not tokens and (hidden or width or layers):
+    if not tokens and (hidden or (width, layers, dropout) != (None, None, None)):
         raise InputError(
-            "--hidden, --width and --layers are options of --tokens; give it too, or leave them out"
+            "--hidden, --width, --layers and --dropout are options of --tokens; give it too, or leave them out"
         )
     if width is not None and width % 8:
         raise InputError(f"--width {width} is no multiple of 8; give 128 or 256")
