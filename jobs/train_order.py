@@ -30,21 +30,22 @@ def command(
     ] = False,
     width: Annotated[int | None, typer.Option(min=8, help="With --tokens: 256, a multiple of 8.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --tokens: 4.")] = None,
+    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="With --tokens: 0.1.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps at most: 2000, with --tokens 3000.")
+        int | None, typer.Option(min=1, help="Optimizer steps at most: 2000, with --tokens 6000.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Examples a step: 256, with --tokens 512.")
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(min=0, help="Peak; it falls along a cosine to 0: 2e-3, with --tokens 1e-3."),
+        typer.Option(min=0, help="Peak; it falls along a cosine to 0: 2e-3, with --tokens 1.5e-3."),
     ] = None,
     depth_scale: Annotated[
         float, typer.Option(min=0.1, help="An example of depth d weighs exp(-d / this).")
     ] = 8.0,
     evaluate_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between held-out evaluations: 100, with --tokens 200.")
+        int | None, typer.Option(min=1, help="Steps between held-out evaluations: 100, with --tokens 300.")
     ] = None,
     patience: Annotated[int, typer.Option(min=1, help="Evaluations without a better one that end it.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
@@ -59,9 +60,9 @@ def command(
     training that was stopped goes on when the same command is given again.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
-    if not tokens and (hidden or width or layers):
+    if not tokens and (hidden or (width, layers, dropout) != (None, None, None)):
         raise InputError(
-            "--hidden, --width and --layers are options of --tokens; give it too, or leave them out"
+            "--hidden, --width, --layers and --dropout are options of --tokens; give it too, or leave them out"
         )
     if width is not None and width % 8:
         raise InputError(f"--width {width} is no multiple of 8; give 128 or 256")
@@ -73,7 +74,7 @@ def command(
         typer.echo(f"note: {missing}", err=True)
     given = {
         "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "depth_scale": depth_scale,
-        "evaluate_every": evaluate_every, "patience": patience, "seed": seed,
+        "evaluate_every": evaluate_every, "patience": patience, "seed": seed, "dropout": dropout,
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
     if tokens:

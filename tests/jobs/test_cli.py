@@ -30,6 +30,7 @@ FLAGS = {
         "--hidden",
         "--width",
         "--layers",
+        "--dropout",
         "--steps",
         "--batch-size",
         "--learning-rate",

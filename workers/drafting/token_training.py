@@ -40,12 +40,12 @@ from dlmgrid.workers.drafting.training_loop import (
 class TokenTrainSettings(TrainSettings):
     """The settings of a training, with the defaults of a token model."""
 
-    steps: int = 3000
+    steps: int = 6000
     batch_size: int = 512
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     weight_decay: float = 0.05
-    warmup: int = 100
-    evaluate_every: int = 200
+    warmup: int = 200
+    evaluate_every: int = 300
     dropout: float = 0.1
     fresh_weight: float = 1.0
 
