@@ -61,10 +61,24 @@ def reads_hidden(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "reads_hidden", False))
 
 
-def place(drafter: Drafter, device: torch.device) -> None:
-    """Have a drafter with a network of its own compute it on ``device``, the target's, whatever holds the states."""
-    if callable(placed := getattr(drafter, "place", None)):
-        placed(device)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSetting:
+    """What is settled of all drafts of a decoder: its rule, L and D."""
+
+    rule: CommitRule
+    block_length: int
+    budget: int
+
+
+def place(drafter: Drafter, device: torch.device, setting: DraftSetting | None = None) -> str:
+    """Have a drafter compute on ``device``, the target's, while states stay on the host: its network, and with a
+    ``setting`` that allows it the growth of its trees too.
+
+    Returns where trees grow then, with the reason if it is the host.
+    """
+    placed = getattr(drafter, "place", None)
+    found = placed(device, setting) if callable(placed) else ""
+    return found or "host: the method grows no trees on a device"
 
 
 class Prediction(NamedTuple):

@@ -26,7 +26,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from dlmgrid.kernels.logits import NUM_CANDIDATES
+from dlmgrid.kernels import order_scores
+from dlmgrid.kernels.order_scores import path_features as path_features
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 
@@ -34,7 +35,6 @@ NUM_FEATURES = 74
 WIDTH = 128
 NUM_HEADS = 8
 NUM_LAYERS = 3
-_LOG_FLOOR = -20.0
 _STATES_AT_ONCE = 32  # on a CPU: what fits its caches
 
 
@@ -86,39 +86,9 @@ class OrderModel(nn.Module):
 
 def stale_features(snapshots: Snapshots) -> Tensor:
     """Features 0 to 71, fp32 [S, L, 72]; positions outside the snapshot hold no meaning."""
-    masked = snapshots.masked
-    length = masked.shape[1]
-    probabilities = snapshots.probabilities
-    logarithms = probabilities.log().clamp_min(_LOG_FLOOR) / 10
-    positions = torch.arange(length, device=masked.device)
-    known_left = torch.where(masked, -1, positions).cummax(dim=1).values
-    known_right = torch.where(masked, length, positions).flip(1).cummin(dim=1).values.flip(1)
-    known_share = (~masked).float().mean(dim=1, keepdim=True)
-    statistics = (
-        probabilities[..., 0],
-        probabilities[..., 0] - probabilities[..., 1],
-        snapshots.entropy / math.log(NUM_CANDIDATES),
-        snapshots.tail_mass,
-        (positions / max(1, length - 1)).expand(masked.shape),
-        (positions - known_left) / length,
-        (known_right - positions) / length,
-        known_share.expand(masked.shape),
+    return order_scores.stale_features(
+        snapshots.masked, snapshots.probabilities, snapshots.entropy, snapshots.tail_mass
     )
-    return torch.cat((probabilities, logarithms, torch.stack(statistics, dim=-1)), dim=-1)
-
-
-def path_features(snapshot_masked: Tensor, roots: Tensor, states: Tensor) -> Tensor:
-    """Features 72 and 73, fp32 [S, W, L, 2].
-
-    Args:
-        snapshot_masked: bool [S, L], masked in the stale snapshot.
-        roots: int32 [S, L]; states: int32 [S, W, L], successors of the roots or the roots themselves.
-    """
-    length = roots.shape[-1]
-    by_root = (snapshot_masked & (roots != MASKED))[:, None]
-    filled = snapshot_masked[:, None] & (states != MASKED)
-    counts = torch.where(by_root, by_root.sum(dim=-1, keepdim=True), filled.sum(dim=-1, keepdim=True))
-    return torch.stack((filled.float(), counts / length), dim=-1)
 
 
 def masked_log_softmax(scores: Tensor, among: Tensor) -> Tensor:
