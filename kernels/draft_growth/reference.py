@@ -72,8 +72,8 @@ def _predict(state: GrowthState, given: Given) -> None:
     elif plan.temperature == 1 or plan.plain:
         confidence = torch.where(two[..., 0] == 0, (1 - others)[:, None], raw[..., 0].double())
     else:
-        tempered = raw[..., 0].log() / plan.temperature - given.log_tempered_mass[:, None]
-        confidence = tempered.exp().double()
+        tempered = raw[..., 0].double().log() / plan.temperature
+        confidence = (tempered - given.log_tempered_mass[:, None].double()).exp()
     state.confidence.copy_(confidence.expand(state.confidence.shape))
 
 

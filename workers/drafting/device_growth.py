@@ -241,7 +241,7 @@ class DeviceGrowth:
         *,
         min_log_mass: float = -torch.inf,
     ) -> None:
-        self._device, self._weights, self._operators = device, weights, operators
+        self.device, self._weights, self._operators = device, weights, operators
         self._min_log_mass = min_log_mass
         self._submissions: dict[tuple[GrowthPlan, int], _Submission] = {}
         self._last: _Submission | None = None
@@ -262,13 +262,14 @@ class DeviceGrowth:
         key = (plan, 1 << (count - 1).bit_length())
         submission = self._submissions.get(key)
         if submission is None:
-            submission = _Submission(*key, self._weights, self._operators, self._device)
+            submission = _Submission(*key, self._weights, self._operators, self.device)
             self._submissions[key] = submission
         self._last = submission
         _fill(submission.given, inputs)
         submission.run(count)
         _read(submission.answer, tree)
 
+    @torch.inference_mode()
     def queue_again(self) -> None:
         """Queue the levels of the last round again. Raises RuntimeError before there is one."""
         if self._last is None:
@@ -306,10 +307,15 @@ def _read(answer: Answer, tree: DraftTree) -> None:
 
 
 def growth_operators(kernels: str) -> GrowthOperators:
-    """The operators of a kernel set, ``torch`` or ``triton``."""
+    """The operators of a kernel set, ``torch`` or ``triton``. Raises ValueError for another name."""
     if kernels == "torch":
         return TWINS
-    raise ValueError(f"kernels {kernels!r} have no growth; want torch or triton")
+    if kernels != "triton":
+        raise ValueError(f"kernels {kernels!r} have no growth; want torch or triton")
+    from dlmgrid.kernels.draft_growth import kernel  # Triton is imported where it is asked for
+    from dlmgrid.kernels.order_scores.kernel import OrderScores
+
+    return GrowthOperators(kernel.begin, kernel.expand, kernel.merge, kernel.cut, kernel.answer, OrderScores)
 
 
 def place_growth(
@@ -317,12 +323,13 @@ def place_growth(
     setting: DraftSetting | None,
     weights: Callable[[], OrderWeights] | None,
     *,
-    kernels: str = "torch",
+    kernels: str = "triton",
     min_log_mass: float = -torch.inf,
 ) -> tuple[DeviceGrowth | None, str]:
     """A growth on ``device`` where ``setting`` allows one, and where trees grow, with the reason if on the host.
 
-    ``weights``: gives those of the order model; None: q follows the stale confidences.
+    ``weights``: gives those of the order model; None: q follows the stale confidences. States are kept apart from the
+    target only where its kernels are Triton's, so these are what is there.
     """
     if setting is None:
         return None, "host: nothing is settled of the drafts"

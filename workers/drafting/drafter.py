@@ -157,7 +157,6 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
     scores = perturbed_scores(inputs, commit_counts)
-    log_tempered = probabilities.log() / temperature
     two = scores.topk(2, dim=-1).indices
     shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
@@ -166,9 +165,9 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         confidence = raw[..., 0]
         unrounded = torch.where(two[..., 0] == 0, 1 - others, confidence.double())
     else:
-        chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
-        confidence = (chosen - snapshots.log_tempered_mass[:, None]).exp()
-        unrounded = confidence.double()
+        chosen = raw[..., 0].double().log() / temperature
+        unrounded = (chosen - snapshots.log_tempered_mass[:, None].double()).exp()
+        confidence = unrounded.float()
     found = Prediction(
         first=tokens[..., 0],
         second=tokens[..., 1],

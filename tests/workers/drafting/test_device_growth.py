@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +14,28 @@ from torch import Tensor
 
 from dlmgrid.kernels.logits import summarize
 from dlmgrid.workers.decoding.commit_rules import CommitRule, in_sub_blocks, sequential, static, threshold
+from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.sampling import Sampling
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.confidence_tree import stale_confidence_order
+from dlmgrid.workers.drafting.confidence_tree import ConfidenceTreeDrafter, stale_confidence_order
 from dlmgrid.workers.drafting.device_growth import (
+    LEVELS,
     TWINS,
     DeviceGrowth,
+    growth_operators,
     order_weights,
     reason_for_host,
 )
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.growth import grow
+from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, load_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel, log_next_position
+from dlmgrid.workers.drafting.spot import SpotDrafter
+from dlmgrid.workers.engine.engine import load_engine
+from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -111,21 +119,39 @@ def assert_same_trees(found: DraftTree, expected: DraftTree) -> None:
 
 
 Compare = Callable[..., None]
+Place = Callable[..., DeviceGrowth]
+
+
+@pytest.fixture(
+    params=["torch", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("graph", "triton"))]
+)
+def place(request: pytest.FixtureRequest, model: OrderModel) -> Place:
+    """Makes growths: the twins on the CPU, the twins in graphs, or the kernels."""
+    name = request.param
+    device = CPU if name == "torch" else request.getfixturevalue("cuda_device")
+    operators = growth_operators("triton" if name == "triton" else "torch")
+
+    def make(by_order: bool, **given: Any) -> DeviceGrowth:
+        return DeviceGrowth(device, order_weights(model, device) if by_order else None, operators, **given)
+
+    return make
 
 
 @pytest.fixture
-def compare(model: OrderModel) -> Compare:
-    """Grow the same inputs on both sides, by an order model and by confidences."""
+def compare(model: OrderModel, place: Place) -> Compare:
+    """Grow the same inputs on both sides, by an order model and by confidences; thrice, so that a graph is made and
+    replayed."""
 
     def run(
         inputs: DraftInputs, budget: int, methods: tuple[str, ...] = ("order", "confidence"), **given: Any
     ) -> None:
         for method in methods:
-            own = model if method == "order" else None
-            weights = None if own is None else order_weights(own, CPU)
-            tree = planted(inputs, budget)
-            DeviceGrowth(CPU, weights, TWINS, **given).grow(inputs, tree)
-            assert_same_trees(tree, grown_on_host(inputs, budget, own, **given))
+            growth = place(method == "order", **given)
+            expected = grown_on_host(inputs, budget, model if method == "order" else None, **given)
+            for _ in range(3 if growth.device.type == "cuda" else 1):
+                tree = planted(inputs, budget)
+                growth.grow(inputs, tree)
+                assert_same_trees(tree, expected)
 
     return run
 
@@ -193,13 +219,28 @@ def test_equal_masses_keep_the_order_of_the_host(compare: Compare) -> None:
     compare(inputs, 30, ("confidence",))
 
 
-def test_a_growth_serves_many_rounds_of_changing_size(model: OrderModel) -> None:
-    growth = DeviceGrowth(CPU, order_weights(model, CPU), TWINS)
-    for seed, num_samples in enumerate((1, 3, 2, 4, 1)):
+def test_a_growth_serves_many_rounds_of_changing_size(model: OrderModel, place: Place) -> None:
+    growth = place(True)
+    for seed, num_samples in enumerate((1, 3, 2, 4, 1, 1, 3, 1)):
         inputs = draft_inputs(num_samples, 10, seed=seed, sharpness=6.0)
         tree = planted(inputs, 9)
         growth.grow(inputs, tree)
         assert_same_trees(tree, grown_on_host(inputs, 9, model))
+
+
+def test_a_chain_goes_on_past_the_levels_of_one_submission(place: Place) -> None:
+    """Nothing is lost where a tree is deeper: tokens are sure, and each position is far ahead of the next."""
+    rule = replace(static(1), sampling=Sampling(confidence="entropy"))
+    inputs = draft_inputs(2, 32, rule=rule)
+    inputs.snapshots.probabilities[...] = 0.0
+    inputs.snapshots.probabilities[..., 0] = 1.0
+    inputs.snapshots.entropy[...] = 5.0 * torch.arange(32)
+    growth, expected = place(False), grown_on_host(inputs, 20, None)
+    assert int(expected.depths[0].max()) > LEVELS
+    for _ in range(3):
+        tree = planted(inputs, 20)
+        growth.grow(inputs, tree)
+        assert_same_trees(tree, expected)
 
 
 def test_what_stays_on_the_host_says_why() -> None:
@@ -213,3 +254,43 @@ def test_what_stays_on_the_host_says_why() -> None:
     inputs = draft_inputs(1, 8, rule=static(2))
     with pytest.raises(ValueError, match="another number"):
         DeviceGrowth(CPU, None, TWINS).grow(inputs, planted(inputs, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("window", ["", "full"])
+def test_a_decode_with_drafts_from_the_device_takes_the_passes_of_one_with_drafts_from_the_host(
+    tmp_path: Path, cuda_device: torch.device, temperature: float, window: str
+) -> None:
+    config = tiny_family_config(
+        "sdar", block_length=8, head_dim=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    write_random_checkpoint(tmp_path, config, scale=0.3)
+    engine = load_engine(
+        tmp_path, num_slots=3, max_length=96, device=cuda_device.type, kernels="triton", self_test=False
+    )
+    settings = DecodeSettings(
+        block_length=8, gen_length=40, budget=9, temperature=temperature, rule=static(1), noise=NoiseTable(3),
+        stop_token_ids=(), window=window, fused_commit=True,
+    )  # fmt: skip
+    prompts = [
+        Prompt(item_id=f"{n}", repeat=0, token_ids=tuple(5 * i % 251 for i in range(n)))
+        for n in (5, 8, 11, 2)
+    ]
+    runs = []
+    for on_host in (False, True):
+        for drafter in (
+            SpotDrafter(load_order_model(find_order_checkpoint(REFERENCE))),
+            ConfidenceTreeDrafter(),
+        ):
+            decoder = Decoder(engine, drafter, settings, logits_pass=engine.logits_pass)
+            assert decoder.growth.startswith("device")
+            if on_host:
+                assert drafter.place(CPU).startswith("host")
+            runs.append(decoder.decode(prompts, 3))
+    for live, host in zip(runs[:2], runs[2:], strict=True):
+        for ours, theirs in zip(live, host, strict=True):
+            assert ours.steps == theirs.steps and ours.digests == theirs.digests
+            assert ours.nfe_denoise == theirs.nfe_denoise and ours.drafted_nodes == theirs.drafted_nodes
+            assert ours.accepted == theirs.accepted
+    assert sum(sum(one.accepted) for run in runs for one in run) > 0
