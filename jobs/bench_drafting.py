@@ -26,7 +26,7 @@ from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.confidence_tree import ConfidenceTreeDrafter
 from dlmgrid.workers.drafting.device_growth import DeviceGrowth, growth_operators, order_weights
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, load_order_model
 from dlmgrid.workers.drafting.spot import SpotDrafter
 
@@ -67,24 +67,24 @@ def block_inputs(count: int, length: int, temperature: float, sharpness: float) 
 def growth_rows(
     device: torch.device, *, budgets: Sequence[int] = (8, 20), widths: Sequence[int] = (1, 8),
     temperatures: Sequence[float] = (0.0, 1.0), length: int = 32, kernels: str = "triton", repeats: int = 30,
+    methods: Sequence[str] = ("spot", "confidence_tree"),
 ) -> Iterator[Row]:  # fmt: skip
     """Rows by method, sharpness, temperature, D and blocks at once, with the order model that ships."""
-    path = find_order_checkpoint(REFERENCE)
-    weights = order_weights(load_order_model(path), device)
-    hosts: dict[str, Drafter] = {
-        "spot": SpotDrafter(load_order_model(path)), "confidence_tree": ConfidenceTreeDrafter()
-    }  # fmt: skip
-    if device.type == "cuda":
-        hosts["spot"].place(device)  # type: ignore[attr-defined]  # its model alone
-    for method, host in hosts.items():
-        growth = DeviceGrowth(device, weights if method == "spot" else None, growth_operators(kernels))
+    for method in methods:
+        weights, host = None, ConfidenceTreeDrafter().draft
+        if method == "spot":
+            model = load_order_model(find_order_checkpoint(REFERENCE))
+            weights, drafter = order_weights(model, device), SpotDrafter(model)
+            drafter.place(device)  # its model alone: the trees stay
+            host = drafter.draft
+        growth = DeviceGrowth(device, weights, growth_operators(kernels))
         for temperature in temperatures:
             for name, sharpness in SHARPNESS.items():
                 for budget in budgets:
                     for width in widths:
                         inputs = block_inputs(width, length, temperature, sharpness)
                         tree, draft_ms = _timed(growth.grow, inputs, budget, repeats)
-                        expected, host_ms = _timed(host.draft, inputs, budget, max(3, repeats // 10))
+                        expected, host_ms = _timed(host, inputs, budget, max(3, repeats // 10))
                         queued = measure_queued(growth.queue_again, device, repeats=max(3, repeats // 5))
                         is_node = expected.is_node()
                         levels = int(torch.where(is_node, expected.depths, 0).max())
