@@ -28,6 +28,11 @@ def chain_order(confidence: Tensor) -> Tensor:
     return confidence.double() + positions * 2.0**-40
 
 
+def is_predicted_once(inputs: DraftInputs) -> bool:
+    """Whether positions are predicted alike whatever was committed."""
+    return inputs.temperature == 0 and inputs.rule.confidence != "random"
+
+
 ChooseStep = Callable[[Tensor, Prediction, int], tuple[Tensor, Tensor]]
 """Maps (states int32 [S, L], their prediction with W = 1, depth from 1) to the committed positions bool [S, L] and
 the tokens int32 [S, L] put there."""
@@ -41,7 +46,7 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
     grows = inputs.snapshots.is_valid
     left = num_masked(states)
-    is_alike = inputs.temperature == 0 and inputs.rule.confidence != "random"  # whatever was committed
+    is_alike = is_predicted_once(inputs)
     prediction = predict(inputs, counts)
     log_probabilities = prediction.first_probability[:, 0].double().log()
     length = 0
@@ -71,11 +76,42 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     tree.depths[:, chain] = depths
 
 
+def write_sorted_chain(inputs: DraftInputs, tree: DraftTree, prediction: Prediction, order: Tensor) -> None:
+    """What :func:`grow_chain` gives for one commit a step in a fixed ``order`` [S, L], all states at once.
+
+    State j holds the j first masked positions of the order; of equals the lower position comes first.
+    """
+    roots = inputs.roots
+    masked = roots == MASKED
+    lengths = masked.sum(dim=-1) - (0 if inputs.allows_complete else 1)
+    lengths = torch.where(inputs.snapshots.is_valid, lengths, 0).clamp(0, tree.budget)
+    length = int(lengths.max())
+    if length == 0:
+        return
+    by_rank = torch.where(masked, order, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(roots.shape[1], device=roots.device)
+    ranks = torch.empty_like(by_rank).scatter_(1, by_rank, places.expand_as(by_rank))
+    depths = torch.arange(1, 1 + length, dtype=torch.int32, device=roots.device)
+    is_filled = masked[:, None] & (ranks[:, None] < depths[:, None])
+    chain = slice(1, 1 + length)
+    tree.tokens[:, chain] = torch.where(is_filled, prediction.first, roots[:, None])
+    log_probabilities = prediction.first_probability[:, 0].double().log()
+    tree.log_mass[:, chain] = log_probabilities.gather(1, by_rank[:, :length]).cumsum(dim=-1)
+    tree.hashes[:, chain] = state_hashes(tree.tokens[:, chain])
+    tree.parents[:, chain] = depths - 1
+    tree.depths[:, chain] = depths
+    tree.num_nodes += lengths
+
+
 class ChainDrafter:
     """The chain in the order of the stale confidences, with the stale tokens."""
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Append the chain to every root with a valid snapshot."""
+        if is_predicted_once(inputs) and inputs.rule.is_static and inputs.rule.max_commits == 1:
+            prediction = predict(inputs, inputs.commit_counts[:, None])
+            write_sorted_chain(inputs, tree, prediction, chain_order(prediction.confidence[:, 0]))
+            return
 
         known: Prediction | None = None
         order = torch.empty(0)
