@@ -51,6 +51,7 @@ from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.runtime import device_name
 from dlmgrid.workers.tokenization import load_tokenizer
+from dlmgrid.workers.units import DRAFT_PLACES
 
 TABLES = ("passes", "parts", "stock", "decode", "batch", "drafting", "folding")
 _SHAPES = ("SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m")
@@ -229,7 +230,8 @@ class Bench:
         for budget in self.arguments.decode_budgets:
             for width in (1, 8):
                 prompts = random_prompts(engine.config, width, 64)
-                yield drafting_row(shape, engine, budget, prompts, length)
+                for drafts in DRAFT_PLACES if self.kernels == "triton" else DRAFT_PLACES[:1]:
+                    yield drafting_row(shape, engine, budget, prompts, length, drafts=drafts)
 
     def _folding(self, shape: str) -> Iterable[Row]:
         given = self.arguments

@@ -107,12 +107,13 @@ def pass_times(engine: Engine, budgets: Sequence[int], gen_length: int, repeats:
 def round_parts(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int,
     given: Mapping[str, Mapping[str, Any]], warm_ups: int = 0, width: int = 1, temperature: float = 0.0,
+    drafts: str = "host",
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds of a round of ``width`` prompts by part, of a run whose parts are timed apart: ``draft`` all of
     drafting with its copies and waits, ``pass`` the layers, ``walk`` the head, the logits pass and the walk over what
     they say, ``other`` the host's rest."""
     found, _ = timed_decode(
-        engine, method, budget, prompts, gen_length, width, True, given, warm_ups, temperature
+        engine, method, budget, prompts, gen_length, width, True, given, warm_ups, temperature, drafts
     )
     rounds = sum(one.nfe_denoise for one in found) / width
     names = {"draft": "draft", "pass": "verify", "walk": "sample", "other": "other"}
@@ -166,15 +167,17 @@ def drafting_row(
     prompts: Sequence[Prompt],
     gen_length: int,
     temperature: float = 1.0,
+    drafts: str = "host",
 ) -> Row:
     """The share of drafting, summary and noise in a round of all ``prompts`` at once, with the order model that ships.
 
     ``draft`` of ``round_ms`` is all of drafting: inputs, order model, growth, copies, and noise of the predictions.
-    Summary and noise of the target are the logits pass on the rows read ahead. ``growth`` says where trees grow.
+    Summary and noise of the target are the logits pass on the rows read ahead. ``drafts`` is where trees were asked to
+    grow, ``growth`` where they do.
     """
     given = {"spot": {"checkpoint": find_order_checkpoint(REFERENCE)}}
     width = len(prompts)
-    parts = round_parts(engine, "spot", budget, prompts, gen_length, given, 2, width, temperature)
+    parts = round_parts(engine, "spot", budget, prompts, gen_length, given, 2, width, temperature, drafts)
     rows = width * (1 + budget) * engine.block_length // 2
     logits_ms = summary_and_noise_ms(
         engine.device, engine.operators.logits_pass, rows, engine.vocab_padded, temperature
@@ -182,7 +185,8 @@ def drafting_row(
     share = (parts["draft"] + logits_ms) / sum(parts.values())
     row: Row = {
         "shape": shape, "method": "spot", "budget": budget, "in_flight": width, "temperature": temperature,
-        "growth": make_decoder(engine, "spot", budget, gen_length, given=given).growth, "round_ms": parts,
+        "drafts": drafts, "growth": make_decoder(engine, "spot", budget, gen_length, given=given, drafts=drafts).growth,
+        "round_ms": parts,
         "summary_and_noise_ms": logits_ms, "share": share,
     }  # fmt: skip
     has_goal = shape == "SDAR-8B" and width == 1
@@ -192,13 +196,13 @@ def drafting_row(
 def timed_decode(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int, width: int,
     profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None, warm_ups: int = 2,
-    temperature: float = 0.0,
+    temperature: float = 0.0, drafts: str = "host",
 ) -> tuple[list[Generation], float]:  # fmt: skip
     """Decode after ``warm_ups`` runs on as many prompts as are in flight; wall seconds of the last run.
 
     A shape's first pass compiles and its second is captured, so an engine that has not decoded so needs two.
     """
-    decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature)
+    decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature, drafts)
     for _ in range(warm_ups):
         decoder.decode(prompts[:width], width)
     synchronize(engine.device)
@@ -210,12 +214,12 @@ def timed_decode(
 
 def make_decoder(
     engine: Engine, method: str, budget: int, gen_length: int, profiled: bool = False,
-    given: Mapping[str, Mapping[str, Any]] | None = None, temperature: float = 0.0,
+    given: Mapping[str, Mapping[str, Any]] | None = None, temperature: float = 0.0, drafts: str = "host",
 ) -> Decoder:  # fmt: skip
     """A decoder of one commit a step that stops at nothing."""
     settings = DecodeSettings(
         block_length=engine.block_length, gen_length=gen_length, budget=budget, temperature=temperature,
-        rule=static(1), noise=NoiseTable(0), stop_token_ids=(), profiled=profiled,
+        rule=static(1), noise=NoiseTable(0), stop_token_ids=(), profiled=profiled, drafts=drafts,
     )  # fmt: skip
     drafter = build_drafter(method, given or {})
     assert drafter is not None, f"{method} was asked for without its file"

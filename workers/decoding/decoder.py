@@ -85,10 +85,12 @@ class Decoder(RoundWalker):
         self.drafts = settings.budget > 0
         device, length = target.control_device, settings.block_length
         self._device = device
-        self.growth = "host: that is where the target computes"
+        self.growth = (
+            "device of the states"  # where trees grow, with the reason if another place was asked for
+        )
         if self.drafts and device != target.device:
             setting = DraftSetting(rule=settings.rule, block_length=length, budget=settings.budget)
-            self.growth = place(drafter, target.device, setting)
+            self.growth = place(drafter, target.device, setting if settings.drafts == "device" else None)
             logger.info("drafts grow on the %s", self.growth)
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
         hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None

@@ -326,13 +326,14 @@ def place_growth(
     kernels: str = "triton",
     min_log_mass: float = -torch.inf,
 ) -> tuple[DeviceGrowth | None, str]:
-    """A growth on ``device`` where ``setting`` allows one, and where trees grow, with the reason if on the host.
+    """A growth on ``device`` where ``setting`` allows one, and where trees grow, with the reason if that is the host
+    although there is a setting.
 
     ``weights``: gives those of the order model; None: q follows the stale confidences. States are kept apart from the
     target only where its kernels are Triton's, so these are what is there.
     """
     if setting is None:
-        return None, "host: nothing is settled of the drafts"
+        return None, "host"
     reason = reason_for_host(
         setting.rule, setting.block_length, setting.budget, by_confidence=weights is None
     )

@@ -67,8 +67,11 @@ class _Filling(NamedTuple):
         longest = max(len(way) for way in ways)
         padded = [[*way, *[(0, 0, commits[0])] * (longest - len(way))] for way in ways]
         table = torch.tensor([[(p, t, commits.index(count)) for p, t, count in way] for way in padded])
+        position_ranks, token_ranks, groups = table.to(device).unbind(-1)
         return cls(
-            *table.to(device).unbind(-1),
+            position_ranks=position_ranks,
+            token_ranks=token_ranks,
+            groups=groups,
             is_pair=torch.tensor([[at < len(way) for at in range(longest)] for way in ways], device=device),
             commits=commits,
             num_ranks=1 + max(rank for node in nodes for _, rank in node.pairs),

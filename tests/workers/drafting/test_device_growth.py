@@ -34,8 +34,10 @@ from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, load_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel, log_next_position
 from dlmgrid.workers.drafting.spot import SpotDrafter
+from dlmgrid.workers.drafting.ssd import ChainDrafter
 from dlmgrid.workers.engine.engine import load_engine
 from dlmgrid.workers.models.synthetic import tiny_family_config, write_random_checkpoint
+from dlmgrid.workers.testing.tiny_target import TinyTarget
 
 CPU = torch.device("cpu")
 
@@ -256,6 +258,42 @@ def test_what_stays_on_the_host_says_why() -> None:
         DeviceGrowth(CPU, None, TWINS).grow(inputs, planted(inputs, 4))
 
 
+class FarTarget(TinyTarget):
+    """A target whose passes run on another device than the decoder's states; nothing is computed there."""
+
+    def __init__(self) -> None:
+        super().__init__(block_length=8, vocab_size=9)
+        self.device = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rule", "method", "expected"),
+    [
+        ("host", static(1), "spot", "host"),
+        ("device", static(1), "spot", "device: meta, triton kernels"),
+        ("device", sequential(1), "confidence_tree", "device: meta, triton kernels"),
+        ("device", threshold(0.9), "spot", "host: a step of the rule 'threshold' may commit another number"),
+        ("device", static(1), "ssd", "host: the method grows no trees on a device"),
+    ],
+)
+def test_a_decoder_says_where_its_drafts_grow(
+    drafts: str, rule: CommitRule, method: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = DecodeSettings(
+        block_length=8, gen_length=8, budget=4, temperature=0.0, rule=rule, noise=NoiseTable(0), stop_token_ids=(),
+        drafts=drafts,
+    )  # fmt: skip
+    drafters = {
+        "spot": lambda: SpotDrafter(OrderModel()),
+        "confidence_tree": ConfidenceTreeDrafter,
+        "ssd": ChainDrafter,
+    }
+    with caplog.at_level("INFO"):
+        decoder = Decoder(FarTarget(), drafters[method](), settings)
+    assert decoder.growth.startswith(expected)
+    assert f"drafts grow on the {decoder.growth}" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("window", ["", "full"])
@@ -271,7 +309,7 @@ def test_a_decode_with_drafts_from_the_device_takes_the_passes_of_one_with_draft
     )
     settings = DecodeSettings(
         block_length=8, gen_length=40, budget=9, temperature=temperature, rule=static(1), noise=NoiseTable(3),
-        stop_token_ids=(), window=window, fused_commit=True,
+        stop_token_ids=(), window=window, fused_commit=True, drafts="device",
     )  # fmt: skip
     prompts = [
         Prompt(item_id=f"{n}", repeat=0, token_ids=tuple(5 * i % 251 for i in range(n)))
