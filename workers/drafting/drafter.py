@@ -8,6 +8,8 @@ Legend: S samples, W states of each, L block length.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -201,3 +203,40 @@ def _rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Pre
     else:
         return found
     return found._replace(confidence=confidence.float(), unrounded_confidence=confidence)
+
+
+Predictor = Callable[[DraftInputs, Tensor], Prediction]
+"""Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold, as :func:`predict` does."""
+
+_LEVELS_AHEAD = 4
+
+
+def is_predicted_once(inputs: DraftInputs) -> bool:
+    """Whether positions are predicted alike whatever was committed: what is read does not follow the commits."""
+    reads_draws = inputs.temperature > 0 and inputs.stream is not None and inputs.noise.mode == "commit_count"
+    is_rated_at_random = inputs.rule.confidence == "random" and inputs.stream == Stream.TOKEN
+    return not reads_draws and not is_rated_at_random
+
+
+def level_predictor(inputs: DraftInputs) -> Predictor:
+    """:func:`predict` for drafts that go one commit deeper with every call, from none: the same values, worked out once
+    where they are alike, and for several levels at a time where each step commits exactly one position."""
+    if is_predicted_once(inputs):
+        known = predict(inputs, inputs.commit_counts[:, None])
+        return lambda *_: known
+    if inputs.rule.max_commits != 1 or inputs.rule.may_open_nothing:
+        return predict
+    ahead: list[Prediction] = []
+    levels = itertools.count()
+
+    def by_level(_: DraftInputs, __: Tensor) -> Prediction:
+        level = next(levels)
+        if level == len(ahead):
+            offsets = torch.arange(level, level + _LEVELS_AHEAD, device=inputs.commit_counts.device)
+            several = predict(inputs, inputs.commit_counts[:, None] + offsets)
+            for at in range(_LEVELS_AHEAD):
+                parts = (part if part.shape[1] == 1 else part[:, at : at + 1] for part in several)
+                ahead.append(Prediction(*parts))
+        return ahead[level]
+
+    return by_level

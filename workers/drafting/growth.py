@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, predict
+from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, Predictor, level_predictor, predict
 
 HEDGE_BELOW = 0.6
 """The second token of a position is tried where the first has a probability below this (SPOT's token hedge)."""
@@ -56,10 +56,6 @@ class Listed:
         )
 
 
-Predictor = Callable[[DraftInputs, Tensor], Prediction]
-"""Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold; ``predict`` unless said."""
-
-
 def grow(
     inputs: DraftInputs,
     tree: DraftTree,
@@ -70,8 +66,9 @@ def grow(
 ) -> None:
     """Fill ``tree`` with the top-D states of every sample whose snapshot is valid.
 
-    Of these, states with a log mass below ``min_log_mass`` are left out; mass never grows along an edge, so what is
-    left still holds the ancestors of all its states.
+    Positions are predicted by ``predictor``, ``predict`` unless said. Of these states, those with a log mass below
+    ``min_log_mass`` are left out; mass never grows along an edge, so what is left still holds the ancestors of all its
+    states.
     """
     num_samples, block_length = inputs.roots.shape
     budget, device = tree.budget, inputs.roots.device
@@ -87,12 +84,8 @@ def grow(
         hashes=tree.hashes[:, :1],
     )
     own_index = frontier.parents  # where each frontier state stands in the list
-    if predictor is predict and inputs.temperature == 0 and inputs.rule.confidence != "random":
-        known = predict(inputs, inputs.commit_counts[:, None])
-
-        def predictor(*_: object) -> Prediction:
-            return known  # the same whatever was committed
-
+    if predictor is predict:
+        predictor = level_predictor(inputs)
     choices = _Choices()
     for depth in range(1, block_length + 1):
         children = _expand(inputs, frontier, root_masked, order_model, predictor, choices)

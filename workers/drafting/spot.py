@@ -17,7 +17,7 @@ from dlmgrid.workers.drafting.device_growth import DeviceGrowth, order_weights, 
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, DraftSetting, Prediction
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
-from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position
+from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position, root_features
 from dlmgrid.workers.drafting.placed_model import PlacedModel
 
 
@@ -56,10 +56,18 @@ class SpotDrafter:
         model = self._placed or self._model.to(inputs.roots.device)
         memo = self._memo
         root_keys = None if memo is None else _root_keys(inputs)
+        known = root_features(model, inputs.snapshots)
 
         def order(states: Tensor, eligible: Tensor, _: Prediction) -> Tensor:
             return log_next_position(
-                model, inputs.snapshots, inputs.roots, states, eligible, memo=memo, root_keys=root_keys
+                model,
+                inputs.snapshots,
+                inputs.roots,
+                states,
+                eligible,
+                memo=memo,
+                root_keys=root_keys,
+                known=known,
             )
 
         grow(inputs, tree, order, min_log_mass=self._min_log_mass)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction, predict
+from dlmgrid.workers.drafting.drafter import (
+    Drafter,
+    DraftInputs,
+    Prediction,
+    is_predicted_once,
+    level_predictor,
+    predict,
+)
 
 
 def chain_order(confidence: Tensor) -> Tensor:
@@ -26,11 +33,6 @@ def chain_order(confidence: Tensor) -> Tensor:
     """
     positions = torch.arange(confidence.shape[-1], device=confidence.device)
     return confidence.double() + positions * 2.0**-40
-
-
-def is_predicted_once(inputs: DraftInputs) -> bool:
-    """Whether positions are predicted alike whatever was committed."""
-    return inputs.temperature == 0 and inputs.rule.confidence != "random"
 
 
 ChooseStep = Callable[[Tensor, Prediction, int], tuple[Tensor, Tensor]]
@@ -46,13 +48,13 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
     grows = inputs.snapshots.is_valid
     left = num_masked(states)
-    is_alike = is_predicted_once(inputs)
-    prediction = predict(inputs, counts)
-    log_probabilities = prediction.first_probability[:, 0].double().log()
+    predictor = level_predictor(inputs)
+    prediction: Prediction | None = None
+    log_probabilities = log_mass
     length = 0
     for depth in range(1, tree.budget + 1):
-        if depth > 1 and not is_alike:
-            prediction = predict(inputs, counts)
+        before, prediction = prediction, predictor(inputs, counts)
+        if prediction is not before:
             log_probabilities = prediction.first_probability[:, 0].double().log()
         selected, tokens = choose_step(states, prediction, depth)
         grows = grows & (left > 0)
@@ -67,8 +69,7 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
         tree.tokens[:, depth] = states
         tree.log_mass[:, depth] = log_mass
         tree.num_nodes += grows
-        if not is_alike:
-            counts = counts + selected.sum(dim=-1, keepdim=True)
+        counts = counts + selected.sum(dim=-1, keepdim=True)
     chain = slice(1, 1 + length)
     tree.hashes[:, chain] = state_hashes(tree.tokens[:, chain])
     depths = torch.arange(1, 1 + length, dtype=torch.int32, device=states.device)
