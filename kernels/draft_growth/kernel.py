@@ -85,7 +85,7 @@ def _begin_kernel(
             zero = (ids // 4).to(tl.uint32) * 0
             word_0, word_1, word_2, word_3 = philox_words(
                 (ids // 4).to(tl.uint32), zero + (start + position)[:, None].to(tl.uint32), zero + draw.to(tl.uint32),
-                zero + stream.to(tl.uint32), key_0, key_1,
+                zero + (tl.full((), 0, tl.int64) + stream).to(tl.uint32), key_0, key_1,
             )  # fmt: skip
             lane = ids % 4
             drawn = tl.where(
