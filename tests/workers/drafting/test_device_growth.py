@@ -279,6 +279,7 @@ class FarTarget(TinyTarget):
 def test_a_decoder_says_where_its_drafts_grow(
     drafts: str, rule: CommitRule, method: str, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pytest.importorskip("triton")
     settings = DecodeSettings(
         block_length=8, gen_length=8, budget=4, temperature=0.0, rule=rule, noise=NoiseTable(0), stop_token_ids=(),
         drafts=drafts,
