@@ -256,7 +256,8 @@ Bound = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class Resources(_Entry):
-    """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work.
+    """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work. ``drafts``:
+    where the trees of methods grow that can grow them beside the target; tokens are the same.
 
     ``wait_seconds`` bounds the wait for a first actor, ``unit_seconds`` one call before its actor is
     replaced.
@@ -266,6 +267,7 @@ class Resources(_Entry):
     cpus_per_actor: Annotated[int, Field(ge=1, le=MAX_CPUS_PER_ACTOR)] = 1
     gpus_per_actor: Annotated[float, Field(ge=0, le=MAX_GPUS_PER_ACTOR)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    drafts: Literal["host", "device"] = "host"
     wait_seconds: Bound = 600
     unit_seconds: Bound = 7200
     items_per_unit: Count | None = None
@@ -338,6 +340,10 @@ class Grid(_Entry):
             raise ValueError(
                 "numerics: exact on a GPU needs kernels: triton (the torch twins fix their bits on the CPU only); "
                 "or use numerics: fast, whose rows are compared as well"
+            )
+        if self.resources.drafts == "device" and self.kernels != "triton":
+            raise ValueError(
+                "resources: drafts: device needs kernels: triton; other kernels keep all of a decoder on one device"
             )
         has_folds = any(method.fold is not None for method in self.methods)
         if has_folds and any(decoder.window for decoder in self.decoder):

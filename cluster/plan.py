@@ -32,7 +32,7 @@ class Chain:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSettings:
     """What every unit of a run shares. ``trajectories`` is the folder to record in, "" for none,
-    ``records`` what to keep there beyond the steps."""
+    ``records`` what to keep there beyond the steps, ``drafts`` where trees grow: ``host`` or ``device``."""
 
     run_id: str
     device: str
@@ -40,6 +40,7 @@ class UnitSettings:
     items_per_unit: int | None = None
     trajectories: str = ""
     records: tuple[str, ...] = ()
+    drafts: str = "host"
 
 
 def plan_chains(works: Sequence[CellWork], store: Store | None, settings: UnitSettings) -> list[Chain]:
@@ -105,4 +106,5 @@ def _unit(work: CellWork, keys: tuple[Key, ...], settings: UnitSettings) -> Work
         drafter_path=work.drafter_path,
         trajectories=settings.trajectories,
         records=settings.records,
+        drafts=settings.drafts,
     )

@@ -51,6 +51,7 @@ from dlmgrid.workers.models.catalog import resolve_checkpoint
 from dlmgrid.workers.models.checkpoint import check_checkpoint
 from dlmgrid.workers.runtime import device_name
 from dlmgrid.workers.tokenization import load_tokenizer
+from dlmgrid.workers.units import DRAFT_PLACES
 
 TABLES = ("passes", "parts", "stock", "decode", "batch", "drafting", "folding")
 _SHAPES = ("SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m")
@@ -171,9 +172,9 @@ class Bench:
             return [shape for shape in shapes if shape in (*_DRAFTING_SHAPES, "tiny")]
         return ["checkpoint"]
 
-    def _engine(self, shape: str, max_length: int) -> Engine:
+    def _engine(self, shape: str, max_length: int, num_slots: int = 1) -> Engine:
         return random_engine(
-            shape_config(shape), num_slots=1, max_length=max_length, device=self.arguments.device,
+            shape_config(shape), num_slots=num_slots, max_length=max_length, device=self.arguments.device,
             dtype=self.dtype, numerics="exact", kernels=self.kernels,
         )  # fmt: skip
 
@@ -225,8 +226,12 @@ class Bench:
 
     def _drafting(self, shape: str) -> Iterable[Row]:
         length = min(self.arguments.gen_length, 64)
-        engine = self._engine(shape, 64 + length + 64)
-        return [drafting_row(shape, engine, 20, random_prompts(engine.config, 1, 64), length)]
+        engine = self._engine(shape, 64 + length + 64, num_slots=8)
+        for budget in self.arguments.decode_budgets:
+            for width in (1, 8):
+                prompts = random_prompts(engine.config, width, 64)
+                for drafts in DRAFT_PLACES if self.kernels == "triton" else DRAFT_PLACES[:1]:
+                    yield drafting_row(shape, engine, budget, prompts, length, drafts=drafts)
 
     def _folding(self, shape: str) -> Iterable[Row]:
         given = self.arguments

@@ -2,7 +2,7 @@
 of drafting in a round.
 
 A speed of a drafting method or of a batch stands beside whether its output is the serialized run's: same tokens, same
-path, same bits, as counts of items. Drafters run on the host wherever the decoder's states are there.
+path, same bits, as counts of items.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from dlmgrid.jobs.bench_drafting import summary_and_noise_ms
 from dlmgrid.jobs.bench_passes import Row, fill_prefix, synchronize, time_pass
-from dlmgrid.kernels.benchmark import Ceilings, measure
+from dlmgrid.kernels.benchmark import Ceilings
 from dlmgrid.workers.decoding.commit_rules import static
 from dlmgrid.workers.decoding.decoder import Decoder, DecodeSettings, Generation, Prompt
 from dlmgrid.workers.decoding.noise import NoiseTable
@@ -105,12 +106,16 @@ def pass_times(engine: Engine, budgets: Sequence[int], gen_length: int, repeats:
 
 def round_parts(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int,
-    given: Mapping[str, Mapping[str, Any]], warm_ups: int = 0,
+    given: Mapping[str, Mapping[str, Any]], warm_ups: int = 0, width: int = 1, temperature: float = 0.0,
+    drafts: str = "host",
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of a round by part, of a run whose parts are timed apart: ``draft`` and ``other`` are the host's,
-    ``pass`` is the layers', ``walk`` the head, the logits pass and the walk over what they say."""
-    found, _ = timed_decode(engine, method, budget, prompts, gen_length, 1, True, given, warm_ups)
-    rounds = sum(one.nfe_denoise for one in found)
+    """Milliseconds of a round of ``width`` prompts by part, of a run whose parts are timed apart: ``draft`` all of
+    drafting with its copies and waits, ``pass`` the layers, ``walk`` the head, the logits pass and the walk over what
+    they say, ``other`` the host's rest."""
+    found, _ = timed_decode(
+        engine, method, budget, prompts, gen_length, width, True, given, warm_ups, temperature, drafts
+    )
+    rounds = sum(one.nfe_denoise for one in found) / width
     names = {"draft": "draft", "pass": "verify", "walk": "sample", "other": "other"}
     return {
         part: 1e3 * sum(getattr(one.seconds, name) for one in found) / rounds for part, name in names.items()
@@ -155,44 +160,49 @@ def run_flops(config: ModelConfig, found: Sequence[Generation]) -> float:
     return 2.0 * (rows * config.num_hidden_layers * layer + head_rows * hidden * config.vocab_size)
 
 
-def drafting_row(shape: str, engine: Engine, budget: int, prompts: Sequence[Prompt], gen_length: int) -> Row:
-    """The share of drafting, summary and noise in a round at ``budget``, with the order model that ships.
+def drafting_row(
+    shape: str,
+    engine: Engine,
+    budget: int,
+    prompts: Sequence[Prompt],
+    gen_length: int,
+    temperature: float = 1.0,
+    drafts: str = "host",
+) -> Row:
+    """The share of drafting, summary and noise in a round of all ``prompts`` at once, with the order model that ships.
 
-    Drafting is on the host. Summary and noise are the logits pass on the rows read ahead, at T = 1.
+    ``draft`` of ``round_ms`` is all of drafting: inputs, order model, growth, copies, and noise of the predictions.
+    Summary and noise of the target are the logits pass on the rows read ahead. ``drafts`` is where trees were asked to
+    grow, ``growth`` where they do.
     """
     given = {"spot": {"checkpoint": find_order_checkpoint(REFERENCE)}}
-    parts = round_parts(engine, "spot", budget, prompts, gen_length, given, warm_ups=2)
-    rows = (1 + budget) * engine.block_length // 2
-    logits = torch.randn(rows, engine.vocab_padded, device=engine.device)
-    keys = torch.ones(rows, 2, dtype=torch.int64, device=engine.device)
-    places = torch.arange(rows, device=engine.device)
-    one_pass = engine.operators.logits_pass
-    logits_ms = measure(
-        lambda: one_pass(logits, 1.0, noise=(keys, 0, places, places)), engine.device
-    ).median_ms
+    width = len(prompts)
+    parts = round_parts(engine, "spot", budget, prompts, gen_length, given, 2, width, temperature, drafts)
+    rows = width * (1 + budget) * engine.block_length // 2
+    logits_ms = summary_and_noise_ms(
+        engine.device, engine.operators.logits_pass, rows, engine.vocab_padded, temperature
+    )
     share = (parts["draft"] + logits_ms) / sum(parts.values())
     row: Row = {
-        "shape": shape, "method": "spot", "budget": budget, "drafters": "host", "round_ms": parts,
+        "shape": shape, "method": "spot", "budget": budget, "in_flight": width, "temperature": temperature,
+        "drafts": drafts, "growth": make_decoder(engine, "spot", budget, gen_length, given=given, drafts=drafts).growth,
+        "round_ms": parts,
         "summary_and_noise_ms": logits_ms, "share": share,
     }  # fmt: skip
-    return row | ({"goal": DRAFTING_GOAL, "of_goal": share / DRAFTING_GOAL} if shape == "SDAR-8B" else {})
+    has_goal = shape == "SDAR-8B" and width == 1
+    return row | ({"goal": DRAFTING_GOAL, "of_goal": share / DRAFTING_GOAL} if has_goal else {})
 
 
 def timed_decode(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int, width: int,
     profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None, warm_ups: int = 2,
+    temperature: float = 0.0, drafts: str = "host",
 ) -> tuple[list[Generation], float]:  # fmt: skip
     """Decode after ``warm_ups`` runs on as many prompts as are in flight; wall seconds of the last run.
 
     A shape's first pass compiles and its second is captured, so an engine that has not decoded so needs two.
     """
-    settings = DecodeSettings(
-        block_length=engine.block_length, gen_length=gen_length, budget=budget, temperature=0.0, rule=static(1),
-        noise=NoiseTable(0), stop_token_ids=(), profiled=profiled,
-    )  # fmt: skip
-    drafter = build_drafter(method, given or {})
-    assert drafter is not None, f"{method} was asked for without its file"
-    decoder = Decoder(engine, drafter, settings, logits_pass=engine.logits_pass)
+    decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature, drafts)
     for _ in range(warm_ups):
         decoder.decode(prompts[:width], width)
     synchronize(engine.device)
@@ -200,6 +210,20 @@ def timed_decode(
     found = decoder.decode(prompts, width)
     synchronize(engine.device)
     return found, time.perf_counter() - begun
+
+
+def make_decoder(
+    engine: Engine, method: str, budget: int, gen_length: int, profiled: bool = False,
+    given: Mapping[str, Mapping[str, Any]] | None = None, temperature: float = 0.0, drafts: str = "host",
+) -> Decoder:  # fmt: skip
+    """A decoder of one commit a step that stops at nothing."""
+    settings = DecodeSettings(
+        block_length=engine.block_length, gen_length=gen_length, budget=budget, temperature=temperature,
+        rule=static(1), noise=NoiseTable(0), stop_token_ids=(), profiled=profiled, drafts=drafts,
+    )  # fmt: skip
+    drafter = build_drafter(method, given or {})
+    assert drafter is not None, f"{method} was asked for without its file"
+    return Decoder(engine, drafter, settings, logits_pass=engine.logits_pass)
 
 
 def decode_row(

@@ -66,8 +66,8 @@ def _batch(row: Row) -> str:
 def _drafting(row: Row) -> str:
     parts = ", ".join(f"{name} {ms:.2f}" for name, ms in row["round_ms"].items())
     goal = f" / {row['goal']}" if "goal" in row else ""
-    share = f"{row['shape']:13} D {row['budget']}: {row['share']:.3f}{goal} of a round"
-    return f"{share} ({parts} ms), drafters on the host"
+    share = f"{row['shape']:13} D {row['budget']} x {row['in_flight']}: {row['share']:.3f}{goal} of a round"
+    return f"{share} ({parts} ms), trees grow on the {row['growth']}"
 
 
 def _folding(row: Row) -> str:

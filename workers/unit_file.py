@@ -10,9 +10,9 @@ from typing import Any
 
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.units import Key, WorkUnit
+from dlmgrid.workers.units import DRAFT_PLACES, Key, WorkUnit
 
-_TEXTS = ("checkpoint", "inputs", "output", "device", "run_id", "drafter_path", "trajectories")
+_TEXTS = ("checkpoint", "inputs", "output", "device", "run_id", "drafter_path", "trajectories", "drafts")
 _COUNTS = {"attempt": 1, "max_in_flight": 1}
 
 
@@ -59,6 +59,8 @@ def _unit(values: Any) -> WorkUnit:
     _of_kind(values, "num_compared", int, NoneType)
     if not unit.keys or len(set(unit.keys)) < len(unit.keys):
         raise ValueError("the keys of a unit are distinct, one at least")
+    if unit.drafts not in DRAFT_PLACES:
+        raise ValueError(f"drafts is {unit.drafts!r}, not one of {', '.join(DRAFT_PLACES)}")
     _check_cell(unit.cell)
     return unit
 

@@ -140,7 +140,7 @@ class UnitRunner:
         config = read_config(Path(unit.checkpoint))
         prompts, rows = self._prompts(unit, encoder, config)
         engine = self._load(unit, config, prompts.values(), max_in_flight)
-        settings = decode_settings(cell, engine, profiled=unit.profiled)
+        settings = replace(decode_settings(cell, engine, profiled=unit.profiled), drafts=unit.drafts)
         if recorder is not None:
             recorder.stop_token_ids = settings.stop_token_ids
             settings = replace(settings, records_window=recorder.records_window)

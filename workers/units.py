@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from dlmgrid.workers.cell import Cell, digest
 
+DRAFT_PLACES = ("host", "device")
+"""Where the trees of a drafter may grow that can grow them beside the target."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
@@ -26,6 +29,7 @@ class WorkUnit:
     learned or calibrated part, identified in the cell by ``drafter_fingerprint``; "" where it has none.
     ``trajectories`` is the folder that the steps of a draft-free unit are recorded in, as ``<unit_key>.parquet``; ""
     records nothing. ``records`` names what is recorded beyond the steps: ``window``, ``hidden``.
+    ``drafts`` says where trees grow that can grow beside the target: on the ``host``, or on the target's ``device``.
     ``num_compared`` is how many keys of a draft-free unit are decoded
     serialized too and compared; None: all. The others' rows have no verdict, and count as unchecked.
     """
@@ -44,6 +48,7 @@ class WorkUnit:
     drafter_path: str = ""
     trajectories: str = ""
     records: tuple[str, ...] = ()
+    drafts: str = "host"
     num_compared: int | None = None
 
     @property

@@ -285,6 +285,7 @@ def test_what_cannot_work_on_this_machine_is_refused(plan_units: Plan, tmp_path:
         ({"max_in_flight": "x"}, "max_in_flight is 'x', not of type int"),
         ({"max_in_flight": 0}, "max_in_flight is 0, less than 1"),
         ({"device": 3}, "device is 3, not of type str"),
+        ({"drafts": "gpu"}, "drafts is 'gpu', not one of host, device"),
         ({"keys": []}, "the keys of a unit are distinct, one at least"),
         ({"keys": [{"item_id": 1, "repeat": 0}]}, "not an item_id and a repeat"),
         ({"cell": "x"}, "cell is 'x', not of type dict"),

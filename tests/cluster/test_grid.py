@@ -114,6 +114,8 @@ def test_decoders_take_their_own_settings() -> None:
         (change("budgets: [8]}", "budgets: [8], product_tau: 0.5, fold: {tau: 0.1}}"),
          r"g: methods\[2\]: fold and product_tau do not go together; remove one"),
         (GOOD.replace("none", "{name: none, fold: {tau: 0.1}}"), "method none drafts nothing that could fold"),
+        (GOOD + "resources: {drafts: device}", "g: resources: drafts: device needs kernels: triton"),
+        (GOOD + "resources: {drafts: gpu}", "resources.drafts: .*'host' or 'device'"),
         (GOOD + "resources: {unit_seconds: 1.0e-9}", "resources.unit_seconds: .*greater than or equal to 1"),
         (GOOD + "resources: {wait_seconds: .inf}", "resources.wait_seconds: .*finite"),
         (GOOD + "resources: {gpus_per_actor: 1}", "g: resources: gpus_per_actor needs device: cuda"),

@@ -56,6 +56,12 @@ def test_the_same_units_are_planned_again_for_what_is_missing(
     assert plan_chains(cells, store, SETTINGS) == []
 
 
+def test_every_unit_says_where_trees_grow() -> None:
+    for settings in (SETTINGS, replace(SETTINGS, drafts="device")):
+        found = [unit.drafts for chain in plan_chains(works(3), None, settings) for unit in chain.units]
+        assert found == [settings.drafts] * 4
+
+
 def test_units_hold_tens_of_items_but_every_actor_has_work() -> None:
     assert unit_size(10_000, 8) == MAX_ITEMS_PER_UNIT
     assert unit_size(64, 2) == 16

@@ -13,6 +13,7 @@ import torch
 
 from dlmgrid.jobs import bench
 from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
+from dlmgrid.jobs.bench_drafting import growth_rows
 from dlmgrid.jobs.bench_passes import add_exact_over_fast, group_kernels, num_rows, random_blocks, ratios
 from dlmgrid.jobs.bench_shapes import random_engine, shape_config
 from dlmgrid.jobs.bench_stock import stock_model
@@ -162,9 +163,29 @@ def test_samples_in_flight_keep_their_tokens_and_stand_over_the_compute_bound_ra
 
 
 def test_the_share_of_drafting_is_part_of_a_round(engine: Engine) -> None:
-    row = drafting_row("tiny", engine, 2, random_prompts(engine.config, 1, 9), 8)
+    row = drafting_row("tiny", engine, 2, random_prompts(engine.config, 2, 9), 8)
+    assert row["in_flight"] == 2 and row["growth"] == "device of the states"
     assert row["share"] > 0 and row["round_ms"]["draft"] > 0 and row["summary_and_noise_ms"] > 0
     assert "goal" not in row
+
+
+def test_growth_is_timed_beside_whether_its_trees_are_the_hosts() -> None:
+    rows = list(
+        growth_rows(
+            CPU,
+            budgets=[3],
+            widths=[2],
+            temperatures=[0.0],
+            length=8,
+            kernels="torch",
+            repeats=1,
+            methods=["confidence_tree"],
+        )
+    )  # fmt: skip
+    assert [row["distributions"] for row in rows] == ["flat", "usual", "sharp"]
+    for row in rows:
+        assert row["same"] == row["in_flight"] == 2
+        assert row["levels"] >= 1 and row["draft_ms"] > 0 and row["device_ms"] > 0 and row["host_ms"] > 0
 
 
 def test_drafters_are_named_with_their_files() -> None:

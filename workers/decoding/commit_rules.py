@@ -34,6 +34,7 @@ class CommitRule:
     a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
     the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
     ``reads_first``: a step depends on the row of the first masked position alone, so that only its bits count.
+    ``is_static``: every step commits the ``max_commits`` most confident positions, and nothing else matters.
     """
 
     name: str
@@ -44,6 +45,7 @@ class CommitRule:
     may_open_nothing: bool = False
     sub_block_length: int = 0
     reads_first: bool = False
+    is_static: bool = False
 
     @property
     def confidence(self) -> str:
@@ -88,7 +90,7 @@ def static(commits_per_step: int) -> CommitRule:
     def select(masked: Tensor, confidence: Tensor) -> Tensor:
         return top_positions(masked, confidence, commits_per_step)
 
-    return CommitRule(name="static", select=select, max_commits=commits_per_step)
+    return CommitRule(name="static", select=select, max_commits=commits_per_step, is_static=True)
 
 
 def _strictly_above(masked: Tensor, confidence: Tensor, value: float) -> Tensor:
@@ -246,7 +248,7 @@ def first_position_first(rule: CommitRule) -> CommitRule:
     def select_step(masked: Tensor, confidence: Tensor, steps: Tensor) -> Tensor:
         return first_only(masked, rule.at_step(masked, confidence, (steps - 1).clamp_min(0)))
 
-    return replace(rule, select=select, select_step=select_step)
+    return replace(rule, select=select, select_step=select_step, is_static=False)
 
 
 def sequential(commits_per_step: int) -> CommitRule:
@@ -276,7 +278,7 @@ def in_sub_blocks(rule: CommitRule, length: int) -> CommitRule:
         return rule.select(first_sub_block(masked, length), confidence)
 
     bound = length if rule.max_commits is None else min(length, rule.max_commits)
-    return replace(rule, select=select, max_commits=bound, sub_block_length=length)
+    return replace(rule, select=select, max_commits=bound, sub_block_length=length, is_static=False)
 
 
 RULES = ("static", "threshold", "factor", "entropy_bounded", "sequential", "causal", "llada", "dream")

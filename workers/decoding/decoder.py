@@ -28,6 +28,7 @@ inside a block: ``generate`` of Fast-dLLM-v2 (modeling.py) and of Nemotron-Labs-
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,12 +49,14 @@ from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.target import Recorder, Target
 from dlmgrid.workers.decoding.walker import RoundWalker
 from dlmgrid.workers.decoding.window import draft_round, refreshes, wants_following
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, place, reads_hidden
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, DraftSetting, place, reads_hidden
 
 __all__ = [
     "GREEDY_MATCH", "STOP_POLICIES", "VERIFICATIONS", "DecodeSettings", "Decoder", "Generation", "Prompt", "Recorder",
     "Target", "canvas_length",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder(RoundWalker):
@@ -82,8 +85,13 @@ class Decoder(RoundWalker):
         self.drafts = settings.budget > 0
         device, length = target.control_device, settings.block_length
         self._device = device
+        self.growth = (
+            "device of the states"  # where trees grow, with the reason if another place was asked for
+        )
         if self.drafts and device != target.device:
-            place(drafter, target.device)
+            setting = DraftSetting(rule=settings.rule, block_length=length, budget=settings.budget)
+            self.growth = place(drafter, target.device, setting if settings.drafts == "device" else None)
+            logger.info("drafts grow on the %s", self.growth)
         self._looks_ahead = settings.records_window or (self.drafts and settings.window != "")
         hidden_size = target.hidden_size if self.drafts and reads_hidden(drafter) else None
         self._known = Snapshots(target.num_slots, length, device, hidden_size=hidden_size)

@@ -178,7 +178,10 @@ class RowReader:
         flat = of * masked.shape[1] + node
         left = left.flatten().index_select(0, flat)
         counts = self._root_counts.index_select(0, of) - left
-        row_of = torch.arange(of.numel(), device=of.device).repeat_interleave(left)
+        if of.numel() == 1:
+            row_of = torch.zeros_like(positions)
+        else:
+            row_of = torch.arange(of.numel(), device=of.device).repeat_interleave(left)
         states, masked = (part.flatten(0, 1).index_select(0, flat) for part in (self._tree.tokens, masked))
         place = (states, masked, counts, row_of, positions)
         return of, node, self._from_pass(of, place, rows, self._ahead)

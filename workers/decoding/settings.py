@@ -9,6 +9,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable, Stream
 from dlmgrid.workers.decoding.window import WINDOWS
 from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.models.family import BlockGrid, Seed, StopRule
+from dlmgrid.workers.units import DRAFT_PLACES
 
 STOP_POLICIES = ("eos", "full", "none")
 """``eos``: a sample ends after the block that holds a stop id; ``full``: the canvas is filled and then cut at the first
@@ -31,6 +32,8 @@ class DecodeSettings:
     pass sees its block causally. ``grid``, ``seed``, ``stop_rule``: as the model's family declares them.
     ``window``: how drafts leave their block, see ``window.py``. ``product_tau``: the floor of product max-commit.
     ``fold``: drafted nodes fold onto their tree parents (SpecFold).
+    ``drafts``: where a drafter's trees grow, if states are not on the target's device: on the ``host`` with them, or on
+    the ``device``, where the drafter can do that under the rule.
     ``records_window``: a draft-free decode shows its recorder the next block beside every state; the rows for it are
     not counted.
     """
@@ -56,6 +59,7 @@ class DecodeSettings:
     fold: FoldSettings | None = None
     records_window: bool = False
     profiled: bool = False
+    drafts: str = "host"
 
     def __post_init__(self) -> None:
         modes = (*VERIFICATIONS, GREEDY_MATCH)
@@ -67,6 +71,8 @@ class DecodeSettings:
             raise ValueError(f"window {self.window!r} is not one of {', '.join(WINDOWS[1:])}")
         if self.budget < 0 or self.gen_length < 1 or self.temperature < 0:
             raise ValueError("budget and temperature must not be negative, gen_length must be positive")
+        if self.drafts not in DRAFT_PLACES:
+            raise ValueError(f"drafts {self.drafts!r} is not one of {', '.join(DRAFT_PLACES)}")
         looks_ahead = self.window != "" or self.records_window
         if looks_ahead and (self.seed != "none" or self.stop_rule != "block" or self.causal or self.shifted):
             raise ValueError(

@@ -18,6 +18,7 @@ MASKED = -1
 _C1 = 0xBF58476D1CE4E5B9 - 2**64
 _C2 = 0x94D049BB133111EB - 2**64
 _POSITION = 0x9E3779B97F4A7C15 - 2**64
+_WORDS = tuple(np.uint64(word % 2**64) for word in (1, _POSITION, 30, 27, 31, _C1, _C2))
 
 
 def _shift_right(words: Tensor, count: int) -> Tensor:
@@ -44,13 +45,14 @@ def commit_hashes(positions: Tensor, tokens: Tensor) -> Tensor:
 
 def _commit_hashes(positions: NDArray[Any], tokens: NDArray[Any]) -> NDArray[np.int64]:
     """``commit_hashes`` of arrays with at least one dimension."""
-    words = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_POSITION % 2**64)
+    one, position, by_30, by_27, by_31, first, second = _WORDS
+    words = (positions.astype(np.uint64) + one) * position
     words = words + tokens.astype(np.int64).view(np.uint64)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(_C1 % 2**64)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(_C2 % 2**64)
-    words ^= words >> np.uint64(31)
+    words ^= words >> by_30
+    words *= first
+    words ^= words >> by_27
+    words *= second
+    words ^= words >> by_31
     words *= tokens != MASKED
     return words.view(np.int64)
 

@@ -39,7 +39,8 @@ class DraftTree:
     def plant(self, roots: Tensor) -> None:
         """Start anew from roots int32 [S, L]: every tree is its root alone."""
         self.tokens[:, 0] = roots
-        self.hashes[:, 0] = state_hashes(roots)
+        if self.budget:  # no step leads to a root, so without drafts no one asks for its hash
+            self.hashes[:, 0] = state_hashes(roots)
         self.num_nodes.fill_(1)
 
     def is_node(self) -> Tensor:

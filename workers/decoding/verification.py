@@ -293,11 +293,13 @@ def _walk_all(
         ends.append(at)
         if found is None:
             kept.append(sample)
-    path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
-    walked = step.at(path)
-    if not bool(torch.isfinite(walked.chosen.probability).all()):
+    walked = step
+    if visited != list(range(len(walks_on))):  # a round without drafts visits all there is
+        path = torch.tensor(visited, dtype=torch.int64, device=nodes.device)
+        walked, digests = step.at(path), digests.index_select(0, path)
+    if not _are_finite(walked.chosen.probability):
         raise FloatingPointError(NOT_FINITE)
-    _record(steps, owners, walked, digests.index_select(0, path))
+    _record(steps, owners, walked, digests)
     last = torch.tensor(ends, dtype=torch.int64, device=nodes.device)
     roots.copy_(following.index_select(0, last))
     kept_samples = torch.tensor(kept, dtype=torch.int64, device=nodes.device)
@@ -309,10 +311,15 @@ def _walk_all(
 NOT_FINITE = "the model's logits are not finite at a state of this item"
 
 
+def _are_finite(probabilities: Tensor) -> bool:
+    """Whether all are; their sum in fp64 is finite exactly then, and is one operation."""
+    return math.isfinite(float(probabilities.sum(dtype=torch.float64)))
+
+
 def _choose(level: Level, drawn: Drawn, is_argmax: Tensor, *, checks: bool = True) -> _Chosen:
     """What was drawn, by position. Raises FloatingPointError where a probability is not finite, if it ``checks``."""
     choice, states = drawn.choice, level.states
-    if checks and not bool(torch.isfinite(choice.probabilities).all()):
+    if checks and not _are_finite(choice.probabilities):
         raise FloatingPointError(NOT_FINITE)
     masked = level.masked  # rows are in its order
     confidence = torch.full(states.shape, -torch.inf, device=states.device).masked_scatter_(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction
+from dlmgrid.workers.drafting.device_growth import DeviceGrowth, place_growth
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, DraftSetting, Prediction
 from dlmgrid.workers.drafting.growth import grow
 
 
@@ -26,8 +27,19 @@ def stale_confidence_order(states: Tensor, eligible: Tensor, prediction: Predict
 class ConfidenceTreeDrafter:
     """The D states of largest mass under the stale confidences."""
 
+    def __init__(self) -> None:
+        self._growth: DeviceGrowth | None = None
+
+    def place(self, device: torch.device, setting: DraftSetting | None = None) -> str:
+        """Grow trees on ``device`` where ``setting`` allows it. Returns where trees grow."""
+        self._growth, where = place_growth(device, setting, None)
+        return where
+
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
+        if self._growth is not None:
+            self._growth.grow(inputs, tree)
+            return
         grow(inputs, tree, stale_confidence_order)
 
 

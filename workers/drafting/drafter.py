@@ -8,6 +8,8 @@ Legend: S samples, W states of each, L block length.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -72,10 +74,24 @@ def reads_hidden(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "reads_hidden", False))
 
 
-def place(drafter: Drafter, device: torch.device) -> None:
-    """Have a drafter with a network of its own compute it on ``device``, the target's, whatever holds the states."""
-    if callable(placed := getattr(drafter, "place", None)):
-        placed(device)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSetting:
+    """What is settled of all drafts of a decoder: its rule, L and D."""
+
+    rule: CommitRule
+    block_length: int
+    budget: int
+
+
+def place(drafter: Drafter, device: torch.device, setting: DraftSetting | None = None) -> str:
+    """Have a drafter compute on ``device``, the target's, while states stay on the host: its network, and with a
+    ``setting`` that allows it the growth of its trees too.
+
+    Returns where trees grow then, with the reason if it is the host.
+    """
+    placed = getattr(drafter, "place", None)
+    found = placed(device, setting) if callable(placed) else ""
+    return found or "host: the method grows no trees on a device"
 
 
 class Prediction(NamedTuple):
@@ -156,7 +172,6 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
     if bool((commit_counts == commit_counts[:, :1]).all()):
         commit_counts = commit_counts[:, :1]
     scores = perturbed_scores(inputs, commit_counts)
-    log_tempered = probabilities.log() / temperature
     two = scores.topk(2, dim=-1).indices
     shape = tuple(scores.shape)
     tokens = token_ids.expand(shape).gather(-1, two).to(torch.int32)
@@ -165,9 +180,9 @@ def predict(inputs: DraftInputs, commit_counts: Tensor) -> Prediction:
         confidence = raw[..., 0]
         unrounded = torch.where(two[..., 0] == 0, 1 - others, confidence.double())
     else:
-        chosen = log_tempered.expand(shape).gather(-1, two[..., :1]).squeeze(-1)
-        confidence = (chosen - snapshots.log_tempered_mass[:, None]).exp()
-        unrounded = confidence.double()
+        chosen = raw[..., 0].double().log() / temperature
+        unrounded = (chosen - snapshots.log_tempered_mass[:, None].double()).exp()
+        confidence = unrounded.float()
     found = Prediction(
         first=tokens[..., 0],
         second=tokens[..., 1],
@@ -201,3 +216,48 @@ def rated(inputs: DraftInputs, commit_counts: Tensor, found: Prediction) -> Pred
     else:
         return found
     return found._replace(confidence=confidence.float(), unrounded_confidence=confidence)
+
+
+CountPredictor = Callable[[DraftInputs, Tensor], Prediction]
+"""Maps (inputs, commit counts int64 [S, W]) to what each position is predicted to hold, as :func:`predict` does."""
+
+_LEVELS_AHEAD = 4
+
+
+def is_predicted_once(inputs: DraftInputs) -> bool:
+    """Whether positions are predicted alike whatever was committed: what is read does not follow the commits."""
+    reads_draws = inputs.temperature > 0 and inputs.stream is not None and inputs.noise.mode == "commit_count"
+    is_rated_at_random = inputs.rule.confidence == "random" and inputs.stream == Stream.TOKEN
+    return not reads_draws and not is_rated_at_random
+
+
+def level_predictor(inputs: DraftInputs) -> CountPredictor:
+    """:func:`predict` for drafts that go one commit deeper with every call, from none: the same values, worked out once
+    where they are alike, and for several levels at a time where each step commits exactly one position."""
+    if is_predicted_once(inputs):
+        known = predict(inputs, inputs.commit_counts[:, None])
+        return lambda *_: known
+    if inputs.rule.max_commits != 1 or inputs.rule.may_open_nothing:
+        return predict
+    ahead: list[Prediction] = []
+    levels = itertools.count()
+
+    def by_level(_: DraftInputs, __: Tensor) -> Prediction:
+        level = next(levels)
+        if level == len(ahead):
+            offsets = torch.arange(level, level + _LEVELS_AHEAD, device=inputs.commit_counts.device)
+            several = predict(inputs, inputs.commit_counts[:, None] + offsets)
+            ahead.extend(_state_of(several, at) for at in range(_LEVELS_AHEAD))
+        return ahead[level]
+
+    return by_level
+
+
+def _state_of(prediction: Prediction, at: int) -> Prediction:
+    """What is predicted of state ``at`` of each sample, or of every one where all are alike."""
+    own = {
+        name: part[:, at : at + 1]
+        for name, part in prediction._asdict().items()
+        if part is not None and part.shape[1] > 1
+    }
+    return prediction._replace(**own)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, predict
+from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, level_predictor
 
 HEDGE_BELOW = 0.6
 """The second token of a position is tried where the first has a probability below this (SPOT's token hedge)."""
@@ -126,13 +126,11 @@ def grow(
 
 def _stale_predictor(inputs: DraftInputs) -> Predictor:
     """Predictions that read the state's commit count alone; at T = 0 (with no random order) not even that."""
-    if inputs.temperature == 0 and inputs.rule.confidence != "random":
-        known = predict(inputs, inputs.commit_counts[:, None])
-        return lambda *_: known
+    of_level = level_predictor(inputs)
 
     def of_counts(_: Tensor, commit_counts: Tensor, is_asked: Tensor) -> Prediction:
         # Present entries come first: absent ones take their count, so that a level of one count is predicted once.
-        return predict(inputs, torch.where(is_asked, commit_counts, commit_counts[:, :1]))
+        return of_level(inputs, torch.where(is_asked, commit_counts, commit_counts[:, :1]))
 
     return of_counts
 

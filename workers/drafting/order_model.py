@@ -20,13 +20,15 @@ Legend: S samples, W states of each, B states, L block length, M positions maske
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dlmgrid.kernels.logits import NUM_CANDIDATES
+from dlmgrid.kernels import order_scores
+from dlmgrid.kernels.order_scores import path_features as path_features
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED, commit_hashes
 
@@ -34,7 +36,6 @@ NUM_FEATURES = 74
 WIDTH = 128
 NUM_HEADS = 8
 NUM_LAYERS = 3
-_LOG_FLOOR = -20.0
 _STATES_AT_ONCE = 32  # on a CPU: what fits its caches
 
 
@@ -91,39 +92,9 @@ class OrderModel(nn.Module):
 
 def stale_features(snapshots: Snapshots) -> Tensor:
     """Features 0 to 71, fp32 [S, L, 72]; positions outside the snapshot hold no meaning."""
-    masked = snapshots.masked
-    length = masked.shape[1]
-    probabilities = snapshots.probabilities
-    logarithms = probabilities.log().clamp_min(_LOG_FLOOR) / 10
-    positions = torch.arange(length, device=masked.device)
-    known_left = torch.where(masked, -1, positions).cummax(dim=1).values
-    known_right = torch.where(masked, length, positions).flip(1).cummin(dim=1).values.flip(1)
-    known_share = (~masked).float().mean(dim=1, keepdim=True)
-    statistics = (
-        probabilities[..., 0],
-        probabilities[..., 0] - probabilities[..., 1],
-        snapshots.entropy / math.log(NUM_CANDIDATES),
-        snapshots.tail_mass,
-        (positions / max(1, length - 1)).expand(masked.shape),
-        (positions - known_left) / length,
-        (known_right - positions) / length,
-        known_share.expand(masked.shape),
+    return order_scores.stale_features(
+        snapshots.masked, snapshots.probabilities, snapshots.entropy, snapshots.tail_mass
     )
-    return torch.cat((probabilities, logarithms, torch.stack(statistics, dim=-1)), dim=-1)
-
-
-def path_features(snapshot_masked: Tensor, roots: Tensor, states: Tensor) -> Tensor:
-    """Features 72 and 73, fp32 [S, W, L, 2].
-
-    Args:
-        snapshot_masked: bool [S, L], masked in the stale snapshot.
-        roots: int32 [S, L]; states: int32 [S, W, L], successors of the roots or the roots themselves.
-    """
-    length = roots.shape[-1]
-    by_root = (snapshot_masked & (roots != MASKED))[:, None]
-    filled = snapshot_masked[:, None] & (states != MASKED)
-    counts = torch.where(by_root, by_root.sum(dim=-1, keepdim=True), filled.sum(dim=-1, keepdim=True))
-    return torch.stack((filled.float(), counts / length), dim=-1)
 
 
 def masked_log_softmax(scores: Tensor, among: Tensor) -> Tensor:
@@ -173,6 +144,32 @@ PositionScores = Callable[[Tensor, Tensor], Tensor]
 """Maps features [B, M, 74] and present bool [B, M] to scores [B, M]: an order model, or one on another device."""
 
 
+class RootFeatures:
+    """What the states of a draft share: the positions of each snapshot, and their stale features once asked for.
+
+    Args:
+        snapshots: S rows.
+        is_wide: whether every snapshot is as wide as the block, so that a graph on a device serves every state; else
+            the widest one's positions are the width, W.
+    """
+
+    def __init__(self, snapshots: Snapshots, *, is_wide: bool) -> None:
+        masked = snapshots.masked
+        self._snapshots = snapshots
+        self.is_wide = is_wide
+        self.sizes = masked.sum(dim=1)
+        width = masked.shape[1] if is_wide else int(self.sizes.max())
+        order = masked.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+        self.positions = order[:, :width]
+        self.present = masked.gather(1, self.positions)
+
+    @functools.cached_property
+    def stale(self) -> Tensor:
+        """fp32 [S, W, 72], of ``positions`` int64 [S, W]; those not ``present`` bool [S, W] hold no meaning."""
+        index = self.positions[..., None].expand(-1, -1, NUM_FEATURES - 2)
+        return stale_features(self._snapshots).gather(1, index)
+
+
 @torch.inference_mode()
 def log_next_position(
     model: OrderModel | PositionScores,
@@ -183,6 +180,7 @@ def log_next_position(
     *,
     memo: ScoreMemo | None = None,
     root_keys: Tensor | None = None,
+    known: RootFeatures | None = None,
 ) -> Tensor:
     """log q(s | state) fp64 [S, W, L]: the model's distribution over the eligible positions, -inf elsewhere.
 
@@ -193,15 +191,15 @@ def log_next_position(
     Args:
         roots: int32 [S, L]; states: int32 [S, W, L]; eligible: bool [S, W, L], a part of the snapshot's positions.
         memo: scores computed before; ``root_keys`` int64 [S] then identify each root with its snapshot.
+        known: of these snapshots, where several calls share them.
     """
     sample, which = eligible.any(dim=-1).nonzero(as_tuple=True)
     log_q = torch.full(states.shape, -torch.inf, dtype=torch.float64, device=states.device)
     if not sample.numel():
         return log_q
-    if memo is None and _is_remote(
-        model, states
-    ):  # a few more states cost less there than finding equal ones
-        scores = _position_scores(model, snapshots, roots, states, sample, which)
+    known = known or root_features(model, snapshots)
+    if memo is None and known.is_wide:  # a few more states cost less there than finding equal ones
+        scores = _position_scores(model, known, snapshots.masked, roots, states, sample, which)
         log_q[sample, which] = masked_log_softmax(scores, eligible[sample, which])
         return log_q
     positions = torch.arange(roots.shape[1], device=roots.device)
@@ -213,27 +211,28 @@ def log_next_position(
     first = torch.full_like(distinct, sample.numel())
     first = first.scatter_reduce(0, which_key, torch.arange(sample.numel(), device=sample.device), "amin")
     if memo is None:
-        scores = _position_scores(model, snapshots, roots, states, sample[first], which[first])
+        scores = _position_scores(model, known, snapshots.masked, roots, states, sample[first], which[first])
     else:
         names = distinct.tolist()
         new = [index for index, row in enumerate(memo.find(names)) if row < 0]
         if new:
             at = first[torch.tensor(new, device=first.device)]
-            found = _position_scores(model, snapshots, roots, states, sample[at], which[at])
+            found = _position_scores(model, known, snapshots.masked, roots, states, sample[at], which[at])
             memo.add([names[index] for index in new], found)
         scores = memo.rows(memo.find(names))
     log_q[sample, which] = masked_log_softmax(scores[which_key], eligible[sample, which])
     return log_q
 
 
-def _is_remote(model: OrderModel | PositionScores, states: Tensor) -> bool:
-    """Whether scores are computed on a GPU."""
-    return states.is_cuda or not isinstance(model, OrderModel)
+def root_features(model: OrderModel | PositionScores, snapshots: Snapshots) -> RootFeatures:
+    """What the states of a draft share, as ``model`` computes it: on a GPU every state of one width."""
+    return RootFeatures(snapshots, is_wide=snapshots.masked.is_cuda or not isinstance(model, OrderModel))
 
 
 def _position_scores(
     model: OrderModel | PositionScores,
-    snapshots: Snapshots,
+    known: RootFeatures,
+    masked: Tensor,
     roots: Tensor,
     states: Tensor,
     sample: Tensor,
@@ -243,27 +242,21 @@ def _position_scores(
 
     States whose snapshots have about as many positions are computed together, so that little is padding.
     """
-    masked = snapshots.masked
-    num_positions = masked.sum(dim=1)
-    together = _is_remote(model, states)  # of one width: a graph on the device serves every state
-    width = states.shape[-1] if together else int(num_positions.max())
-    positions = masked.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :width]
-    used, used_index = sample.unique(return_inverse=True)
-    own = snapshots.select(used)
-    stale = stale_features(own).gather(1, positions[used][..., None].expand(-1, -1, NUM_FEATURES - 2))
+    positions, present = known.positions[sample], known.present[sample]
     path = path_features(masked, roots, states)[sample, which]
-    path = path.gather(1, positions[sample][..., None].expand(-1, -1, 2))
-    present = masked.gather(1, positions)[sample]
-    sizes = num_positions[sample]
-    order = sizes.sort(stable=True).indices
+    path = path.gather(1, positions[..., None].expand(-1, -1, 2))
+    width = positions.shape[1]
     scores = torch.zeros(sample.shape[0], states.shape[-1], dtype=torch.float64, device=states.device)
-    for some in order.split(order.numel() if together else _STATES_AT_ONCE):
-        wide = width if together else int(sizes[some[-1]])
-        features = torch.cat((stale[used_index[some], :wide], path[some, :wide]), dim=-1)
+    sizes = known.sizes[sample]
+    parts: Sequence[Tensor | slice] = (slice(None),)
+    if not known.is_wide:
+        parts = sizes.sort(stable=True).indices.split(_STATES_AT_ONCE)
+    for some in parts:
+        wide = width if isinstance(some, slice) else int(sizes[some[-1]])
+        features = torch.cat((known.stale[sample[some], :wide], path[some, :wide]), dim=-1)
         if isinstance(model, OrderModel):
             features = features.to(model.embed.weight.dtype)
         found = model(features, present[some, :wide]).double()
-        at = positions[sample[some], :wide]
         found = torch.where(present[some, :wide], found, 0.0)
-        scores[some] = scores[some].scatter(1, at, found)
+        scores[some] = scores[some].scatter(1, positions[some, :wide], found)
     return scores

@@ -16,7 +16,9 @@ Legend: S samples, L block length, K nodes of the graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +26,63 @@ from torch import Tensor
 from dlmgrid.workers.decoding.state import num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
-from dlmgrid.workers.drafting.spiffy_graph import ROOT, DraftGraph, load_graph
+from dlmgrid.workers.drafting.spiffy_graph import ROOT, DraftGraph, GraphNode, load_graph
 from dlmgrid.workers.drafting.spiffy_ranks import positions_by_rank, tokens_by_rank
+
+
+class _Filling(NamedTuple):
+    """How the first K nodes of a graph are filled in, whatever the root: P pairs each on the way from the root, in that
+    order, padded where ``is_pair`` bool [K, P] is False.
+
+    ``position_ranks``, ``token_ranks`` int64 [K, P]; ``groups`` int64 [K, P], indices into ``commits``: how many
+    commits from the root the token of a pair is drawn; ``sizes``, ``deepest_ranks``, ``parents`` int64 [K]: pairs of a
+    node, the greatest position rank on its way, its first parent (-1: the root); ``depths`` int32 and ``log_mass``
+    fp64 [K].
+    """
+
+    position_ranks: Tensor
+    token_ranks: Tensor
+    groups: Tensor
+    is_pair: Tensor
+    commits: tuple[int, ...]
+    num_ranks: int
+    sizes: Tensor
+    deepest_ranks: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_mass: Tensor
+
+    @classmethod
+    def of(cls, nodes: Sequence[GraphNode], num_roots: int, device: torch.device) -> _Filling:
+        """That of ``nodes``, at least one; ``num_roots`` were calibrated on."""
+        ways: list[list[tuple[int, int, int]]] = []
+        depths: list[int] = []
+        for node in nodes:
+            parent = node.parents[0]
+            before = nodes[parent].pairs if parent != ROOT else ()
+            own = [(*pair, len(before)) for pair in sorted(set(node.pairs) - set(before))]
+            ways.append((ways[parent] if parent != ROOT else []) + own)
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        commits = tuple(sorted({count for way in ways for *_, count in way}))
+        longest = max(len(way) for way in ways)
+        padded = [[*way, *[(0, 0, commits[0])] * (longest - len(way))] for way in ways]
+        table = torch.tensor([[(p, t, commits.index(count)) for p, t, count in way] for way in padded])
+        position_ranks, token_ranks, groups = table.to(device).unbind(-1)
+        return cls(
+            position_ranks=position_ranks,
+            token_ranks=token_ranks,
+            groups=groups,
+            is_pair=torch.tensor([[at < len(way) for at in range(longest)] for way in ways], device=device),
+            commits=commits,
+            num_ranks=1 + max(rank for node in nodes for _, rank in node.pairs),
+            sizes=torch.tensor([len(node.pairs) for node in nodes], device=device),
+            deepest_ranks=torch.tensor([max(rank for rank, *_ in way) for way in ways], device=device),
+            parents=torch.tensor([node.parents[0] for node in nodes], device=device),
+            depths=torch.tensor(depths, dtype=torch.int32, device=device),
+            log_mass=torch.tensor(
+                [math.log(node.count / num_roots) for node in nodes], dtype=torch.float64, device=device
+            ),
+        )
 
 
 class SpiffyDrafter:
@@ -34,13 +91,18 @@ class SpiffyDrafter:
     def __init__(self, graph: DraftGraph, *, prunes: bool = False) -> None:
         self._graph = graph
         self._prunes = prunes
+        self._fillings: dict[tuple[int, torch.device], _Filling] = {}
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
         nodes = self._graph.nodes if self._prunes else self._graph.nodes[: tree.budget]
         if not nodes or not tree.budget:
             return
-        states, usable, log_probability = self._fill(inputs, len(nodes))
+        key = (len(nodes), inputs.roots.device)
+        filling = self._fillings.get(key)
+        if filling is None:
+            filling = self._fillings[key] = _Filling.of(nodes, self._graph.num_roots, key[1])
+        states, usable, log_probability = self._fill(inputs, filling)
         hashes = state_hashes(states)
         first = _first_equal(hashes, usable)
         usable = usable & (first == torch.arange(len(nodes), device=first.device))
@@ -48,53 +110,46 @@ class SpiffyDrafter:
             usable = self._keep_best(usable, log_probability, tree.budget)
         place = usable.cumsum(dim=1) * usable  # 1-based; the root stands at 0
         place = place.gather(1, first)  # a dropped repeat is where the first one stands
-        depths: list[int] = []
-        for index, node in enumerate(nodes):
-            parent = node.parents[0]
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-            samples = usable[:, index].nonzero().flatten()
-            at = place[samples, index]
-            tree.tokens[samples, at] = states[samples, index]
-            tree.hashes[samples, at] = hashes[samples, index]
-            tree.depths[samples, at] = depths[index]
-            tree.log_mass[samples, at] = math.log(node.count / self._graph.num_roots)
-            tree.parents[samples, at] = 0 if parent == ROOT else place[samples, parent].to(torch.int32)
+        samples, which = usable.nonzero(as_tuple=True)
+        at = place[samples, which]
+        tree.tokens[samples, at] = states[samples, which]
+        tree.hashes[samples, at] = hashes[samples, which]
+        tree.depths[samples, at] = filling.depths[which]
+        tree.log_mass[samples, at] = filling.log_mass[which]
+        parents = filling.parents[which]
+        above = place[samples, parents.clamp_min(0)]
+        tree.parents[samples, at] = torch.where(parents == ROOT, 0, above).to(torch.int32)
         tree.num_nodes[:] = usable.sum(dim=1) + 1
 
-    def _fill(self, inputs: DraftInputs, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """States int32 [S, K, L], which of them are possible bool [S, K], and the mean log stale probability of
-        their tokens fp32 [S, K]."""
-        nodes = self._graph.nodes[:count]
-        length = inputs.roots.shape[1]
+    def _fill(self, inputs: DraftInputs, filling: _Filling) -> tuple[Tensor, Tensor, Tensor]:
+        """States int32 [S, K, L], which of them are possible bool [S, K], and, where the graph is pruned, the mean log
+        stale probability of their tokens fp32 [S, K]."""
+        roots = inputs.roots
+        num_samples, length = roots.shape
         order = positions_by_rank(inputs)
-        masks_left = num_masked(inputs.roots)
-        num_ranks = 1 + max(token_rank for node in nodes for _, token_rank in node.pairs)
-        ranked = {}
-        rows = torch.arange(inputs.roots.shape[0], device=inputs.roots.device)
-        states: list[Tensor] = []
-        usable: list[Tensor] = []
-        log_probability: list[Tensor] = []
-        nothing = torch.zeros(inputs.roots.shape[0], device=inputs.roots.device)
-        for node in nodes:
-            parent = node.parents[0]
-            before = nodes[parent].pairs if parent != ROOT else ()
-            state = (inputs.roots if parent == ROOT else states[parent]).clone()
-            possible = inputs.snapshots.is_valid if parent == ROOT else usable[parent]
-            possible = possible & (masks_left >= len(node.pairs) + (not inputs.allows_complete))
-            total = nothing if parent == ROOT else log_probability[parent]
-            if len(before) not in ranked:
-                ranked[len(before)] = tokens_by_rank(inputs, inputs.commit_counts + len(before), num_ranks)
-            tokens, probabilities = ranked[len(before)]
-            for position_rank, token_rank in sorted(set(node.pairs) - set(before)):
-                possible = possible & (position_rank < masks_left)
-                position = order[:, min(position_rank, length - 1)]
-                state[rows, position] = tokens[rows, position, token_rank]
-                total = total + probabilities[rows, position, token_rank].log()
-            states.append(state)
-            usable.append(possible)
-            log_probability.append(total)
-        sizes = torch.tensor([len(node.pairs) for node in nodes], device=nothing.device)
-        return torch.stack(states, 1), torch.stack(usable, 1), torch.stack(log_probability, 1) / sizes
+        masks_left = num_masked(roots)[:, None]
+        shape = (num_samples, *filling.is_pair.shape)
+        at = order[:, filling.position_ranks.clamp_max(length - 1)]
+        is_alike = inputs.temperature == 0  # whatever was committed
+        commits = filling.commits[:1] if is_alike else filling.commits
+        ranked = [
+            tokens_by_rank(inputs, inputs.commit_counts + count, filling.num_ranks) for count in commits
+        ]
+        tokens, probabilities = (torch.stack(parts) for parts in zip(*ranked, strict=True))
+        groups = torch.zeros_like(filling.groups) if is_alike else filling.groups
+        rows = torch.arange(num_samples, device=roots.device)[:, None, None]
+        which = (groups.expand(shape), rows.expand(shape), at, filling.token_ranks.expand(shape))
+        # A column more takes what is padding.
+        states = torch.nn.functional.pad(roots, (0, 1))[:, None].repeat(1, shape[1], 1)
+        states.scatter_(2, torch.where(filling.is_pair, at, length), tokens[which])
+        usable = inputs.snapshots.is_valid[:, None] & (filling.deepest_ranks < masks_left)
+        usable = usable & (masks_left >= filling.sizes + (not inputs.allows_complete))
+        total = torch.zeros(shape[:2], device=roots.device)
+        if self._prunes:
+            logs = torch.where(filling.is_pair, probabilities[which].log(), 0.0)
+            for pair in logs.unbind(-1):
+                total = total + pair
+        return states[..., :length].contiguous(), usable, total / filling.sizes
 
     def _keep_best(self, usable: Tensor, local: Tensor, budget: int) -> Tensor:
         """bool [S, K]: the best ``budget`` usable nodes whose first parent is kept too.

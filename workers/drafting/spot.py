@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.state import commit_hashes, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction
+from dlmgrid.workers.drafting.device_growth import DeviceGrowth, order_weights, place_growth
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, DraftSetting, Prediction
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_checkpoint import load_order_model
-from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position
+from dlmgrid.workers.drafting.order_model import OrderModel, ScoreMemo, log_next_position, root_features
 from dlmgrid.workers.drafting.placed_model import PlacedModel
 from dlmgrid.workers.drafting.spot_tokens import TokenDrafter
 from dlmgrid.workers.drafting.token_model import TokenModel
@@ -35,10 +36,16 @@ class SpotDrafter:
         self._min_log_mass = min_log_mass
         self._memo: ScoreMemo | None = None
         self._placed: PlacedModel | None = None
+        self._growth: DeviceGrowth | None = None
 
-    def place(self, device: torch.device) -> None:
-        """Compute scores on ``device``, whatever device the states are on."""
-        self._placed = PlacedModel(self._model, device)
+    def place(self, device: torch.device, setting: DraftSetting | None = None) -> str:
+        """Grow trees on ``device`` where ``setting`` allows it, else compute scores there, whatever device the states
+        are on. Returns where trees grow."""
+        self._growth, where = place_growth(
+            device, setting, lambda: order_weights(self._model, device), min_log_mass=self._min_log_mass
+        )
+        self._placed = None if self._growth else PlacedModel(self._model, device)
+        return where
 
     def share(self, memo: ScoreMemo) -> None:
         """Keep scores in ``memo``, and take those that drafters of the same model left there (replay only)."""
@@ -46,13 +53,24 @@ class SpotDrafter:
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
+        if self._growth is not None:
+            self._growth.grow(inputs, tree)
+            return
         model = self._placed or self._model.to(inputs.roots.device)
         memo = self._memo
         root_keys = None if memo is None else _root_keys(inputs)
+        known = root_features(model, inputs.snapshots)
 
         def order(states: Tensor, eligible: Tensor, _: Prediction) -> Tensor:
             return log_next_position(
-                model, inputs.snapshots, inputs.roots, states, eligible, memo=memo, root_keys=root_keys
+                model,
+                inputs.snapshots,
+                inputs.roots,
+                states,
+                eligible,
+                memo=memo,
+                root_keys=root_keys,
+                known=known,
             )
 
         grow(inputs, tree, order, min_log_mass=self._min_log_mass)

@@ -37,9 +37,11 @@ class SetDrafter:
         self._min_log_mass = min_log_mass
         self._device: torch.device | None = None
 
-    def place(self, device: torch.device) -> None:
-        """Grow trees on ``device``, whatever device the states are on; sums there may differ by rounding."""
+    def place(self, device: torch.device, setting: object = None) -> str:
+        """Grow trees on ``device``, whatever device the states are on and whatever ``setting`` is known of the drafts;
+        sums there may differ by rounding. Returns where trees grow."""
         self._device = device
+        return "device: a network of this size is computed there only"
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""

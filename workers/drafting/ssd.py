@@ -14,7 +14,14 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, Prediction, predict
+from dlmgrid.workers.drafting.drafter import (
+    Drafter,
+    DraftInputs,
+    Prediction,
+    is_predicted_once,
+    level_predictor,
+    predict,
+)
 
 
 def chain_order(confidence: Tensor) -> Tensor:
@@ -41,13 +48,13 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     log_mass = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
     grows = inputs.snapshots.is_valid
     left = num_masked(states)
-    is_alike = inputs.temperature == 0 and inputs.rule.confidence != "random"  # whatever was committed
-    prediction = predict(inputs, counts)
-    log_probabilities = prediction.first_probability[:, 0].double().log()
+    predictor = level_predictor(inputs)
+    prediction: Prediction | None = None
+    log_probabilities = log_mass
     length = 0
     for depth in range(1, tree.budget + 1):
-        if depth > 1 and not is_alike:
-            prediction = predict(inputs, counts)
+        before, prediction = prediction, predictor(inputs, counts)
+        if prediction is not before:
             log_probabilities = prediction.first_probability[:, 0].double().log()
         selected, tokens = choose_step(states, prediction, depth)
         grows = grows & (left > 0)
@@ -62,8 +69,7 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
         tree.tokens[:, depth] = states
         tree.log_mass[:, depth] = log_mass
         tree.num_nodes += grows
-        if not is_alike:
-            counts = counts + selected.sum(dim=-1, keepdim=True)
+        counts = counts + selected.sum(dim=-1, keepdim=True)
     chain = slice(1, 1 + length)
     tree.hashes[:, chain] = state_hashes(tree.tokens[:, chain])
     depths = torch.arange(1, 1 + length, dtype=torch.int32, device=states.device)
@@ -71,11 +77,42 @@ def grow_chain(inputs: DraftInputs, tree: DraftTree, choose_step: ChooseStep) ->
     tree.depths[:, chain] = depths
 
 
+def write_sorted_chain(inputs: DraftInputs, tree: DraftTree, prediction: Prediction, order: Tensor) -> None:
+    """What :func:`grow_chain` gives for one commit a step in a fixed ``order`` [S, L], all states at once.
+
+    State j holds the j first masked positions of the order; of equals the lower position comes first.
+    """
+    roots = inputs.roots
+    masked = roots == MASKED
+    lengths = masked.sum(dim=-1) - (0 if inputs.allows_complete else 1)
+    lengths = torch.where(inputs.snapshots.is_valid, lengths, 0).clamp(0, tree.budget)
+    length = int(lengths.max())
+    if length == 0:
+        return
+    by_rank = torch.where(masked, order, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(roots.shape[1], device=roots.device)
+    ranks = torch.empty_like(by_rank).scatter_(1, by_rank, places.expand_as(by_rank))
+    depths = torch.arange(1, 1 + length, dtype=torch.int32, device=roots.device)
+    is_filled = masked[:, None] & (ranks[:, None] < depths[:, None])
+    chain = slice(1, 1 + length)
+    tree.tokens[:, chain] = torch.where(is_filled, prediction.first, roots[:, None])
+    log_probabilities = prediction.first_probability[:, 0].double().log()
+    tree.log_mass[:, chain] = log_probabilities.gather(1, by_rank[:, :length]).cumsum(dim=-1)
+    tree.hashes[:, chain] = state_hashes(tree.tokens[:, chain])
+    tree.parents[:, chain] = depths - 1
+    tree.depths[:, chain] = depths
+    tree.num_nodes += lengths
+
+
 class ChainDrafter:
     """The chain in the order of the stale confidences, with the stale tokens."""
 
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Append the chain to every root with a valid snapshot."""
+        if is_predicted_once(inputs) and inputs.rule.is_static and inputs.rule.max_commits == 1:
+            prediction = predict(inputs, inputs.commit_counts[:, None])
+            write_sorted_chain(inputs, tree, prediction, chain_order(prediction.confidence[:, 0]))
+            return
 
         known: Prediction | None = None
         order = torch.empty(0)
