@@ -1,6 +1,7 @@
 """``make bench``: verification passes, decoding and drafting on this device, each as measured / goal.
 
-usage: python -m dlmgrid.jobs.bench [--tables passes stock decode batch parts drafting folding] [--checkpoint DIR]
+usage: python -m dlmgrid.jobs.bench [--tables passes stock decode folds batch parts drafting folding]
+                                    [--checkpoint DIR]
                                     [--drafters spiffy=FILE spot=FILE spot_gamma=FILE,gamma=VALUE …] [--out FILE.json]
 
 Tables, all read in one run:
@@ -10,13 +11,15 @@ Tables, all read in one run:
     parts     a pass by group of kernels
     stock     against transformers' own class, by shape and with the checkpoint's weights
     decode    tokens/s of each method at batch 1 over draft-free, and the time of a round by part
+    folds     tokens/s of folded drafts by τ at batch 1, over the same drafts unfolded and over draft-free
     batch     draft-free tokens/s by samples in flight
     drafting  the share of drafting, summary and noise in a round
     folding   folded passes by recompute ratio, over their floor and the unfolded pass
 
-Shapes have random weights; decode and batch take the checkpoint's. A table that fails is a line under ``errors`` and
-exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to a JSON file
-with device, versions and commit, written again after every table. Needs torch and transformers, nothing else.
+Shapes have random weights; decode, folds and batch take the checkpoint's. A table that fails is a line under
+``errors`` and exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to
+a JSON file with device, versions and commit, written again after every table. Needs torch and transformers, nothing
+else.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import torch
 
 import dlmgrid
 from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
+from dlmgrid.jobs.bench_folds import fold_rows
 from dlmgrid.jobs.bench_passes import Row, add_exact_over_fast, fill_prefix, part_rows, pass_rows
 from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import SHAPES, random_engine, random_weights, shape_config
@@ -53,7 +57,7 @@ from dlmgrid.workers.runtime import device_name
 from dlmgrid.workers.tokenization import load_tokenizer
 from dlmgrid.workers.units import DRAFT_PLACES
 
-TABLES = ("passes", "parts", "stock", "decode", "batch", "drafting", "folding")
+TABLES = ("passes", "parts", "stock", "decode", "folds", "batch", "drafting", "folding")
 _SHAPES = ("SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m")
 _DRAFTING_SHAPES = ("SDAR-8B", "SDAR-1.7B", "smollm2-135m")
 
@@ -82,6 +86,13 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="ρ of folded passes"
+    )
+    parser.add_argument(
+        "--taus",
+        type=float,
+        nargs="+",
+        default=[0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8],
+        help="τ of folded drafts",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
@@ -217,6 +228,12 @@ class Bench:
         return decode_rows(
             engine, given.decode_budgets, prompts, given.gen_length, self.given, repeats=given.repeats
         )
+
+    def _folds(self, _: str) -> Iterable[Row]:
+        given = self.arguments
+        prompts = self._prompts(given.items)
+        engine = self._loaded(1, self._longest(prompts))
+        return fold_rows(engine, given.decode_budgets, given.taus, prompts, given.gen_length, self.given)
 
     def _batch(self, _: str) -> Iterable[Row]:
         given = self.arguments

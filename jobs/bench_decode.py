@@ -26,6 +26,7 @@ from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint
 from dlmgrid.workers.engine.engine import Engine
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.folding.fold import FoldSettings
 from dlmgrid.workers.models.config import ModelConfig
 
 DECODED = ("ssd", "confidence_tree", "spiffy", "spot", "spot_gamma")
@@ -196,13 +197,13 @@ def drafting_row(
 def timed_decode(
     engine: Engine, method: str, budget: int, prompts: Sequence[Prompt], gen_length: int, width: int,
     profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None, warm_ups: int = 2,
-    temperature: float = 0.0, drafts: str = "host",
+    temperature: float = 0.0, drafts: str = "host", fold: FoldSettings | None = None,
 ) -> tuple[list[Generation], float]:  # fmt: skip
     """Decode after ``warm_ups`` runs on as many prompts as are in flight; wall seconds of the last run.
 
     A shape's first pass compiles and its second is captured, so an engine that has not decoded so needs two.
     """
-    decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature, drafts)
+    decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature, drafts, fold)
     for _ in range(warm_ups):
         decoder.decode(prompts[:width], width)
     synchronize(engine.device)
@@ -215,11 +216,13 @@ def timed_decode(
 def make_decoder(
     engine: Engine, method: str, budget: int, gen_length: int, profiled: bool = False,
     given: Mapping[str, Mapping[str, Any]] | None = None, temperature: float = 0.0, drafts: str = "host",
+    fold: FoldSettings | None = None,
 ) -> Decoder:  # fmt: skip
     """A decoder of one commit a step that stops at nothing."""
     settings = DecodeSettings(
         block_length=engine.block_length, gen_length=gen_length, budget=budget, temperature=temperature,
         rule=static(1), noise=NoiseTable(0), stop_token_ids=(), profiled=profiled, drafts=drafts,
+        fold=fold,
     )  # fmt: skip
     drafter = build_drafter(method, given or {})
     assert drafter is not None, f"{method} was asked for without its file"

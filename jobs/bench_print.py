@@ -56,6 +56,16 @@ def _decode(row: Row) -> str:
     return f"{line}; forwards {row['forward_ratio']:.2f} x less; {_same(row)}; a round: {parts} ms"
 
 
+def _folds(row: Row) -> str:
+    if "not_run" in row:
+        return f"{row['method']:16} not run: {row['not_run']}"
+    return (
+        f"{row['method']:16} D {row['budget']:2} tau {row['tau']:<5g}: {row['tokens_per_second']:7.1f} tokens/s, "
+        f"{row['over_unfolded']:.2f} x unfolded, {row['over_draft_free']:.2f} x draft-free; computed "
+        f"{row['recompute_ratio']:.3f}; {_same(row)}"
+    )
+
+
 def _batch(row: Row) -> str:
     return (
         f"in flight {row['in_flight']:3}: {row['tokens_per_second']:8.1f} tokens/s, {row['over_batch_1']:5.2f} x / 8; "
@@ -84,6 +94,6 @@ def _same(row: Row) -> str:
 
 
 _LINES = {
-    "passes": _pass, "exact": _exact, "parts": _parts, "stock": _stock, "decode": _decode, "batch": _batch,
-    "drafting": _drafting, "folding": _folding,
+    "passes": _pass, "exact": _exact, "parts": _parts, "stock": _stock, "decode": _decode, "folds": _folds,
+    "batch": _batch, "drafting": _drafting, "folding": _folding,
 }  # fmt: skip

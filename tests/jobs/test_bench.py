@@ -14,7 +14,9 @@ import torch
 from dlmgrid.jobs import bench
 from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
 from dlmgrid.jobs.bench_drafting import growth_rows
+from dlmgrid.jobs.bench_folds import fold_rows
 from dlmgrid.jobs.bench_passes import add_exact_over_fast, group_kernels, num_rows, random_blocks, ratios
+from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import random_engine, shape_config
 from dlmgrid.jobs.bench_stock import stock_model
 from dlmgrid.kernels.benchmark import Ceilings, measure, measure_queued, pass_floor_parts
@@ -153,6 +155,18 @@ def test_methods_stand_over_draft_free_with_their_verdict(engine: Engine) -> Non
     expected = ssd["forward_ratio"] * ssd["pass_ms_draft_free"] / ssd["pass_ms"]
     assert ssd["of_goal"] == pytest.approx(ssd["over_draft_free"] / (0.9 * expected))
     assert rows["ssd"]["forwards"] <= rows["none"]["forwards"]
+
+
+def test_folded_drafts_stand_over_unfolded_ones_by_tau(engine: Engine) -> None:
+    prompts = random_prompts(engine.config, 1, 9)
+    given = parse_drafters([f"spot={REFERENCE}"])
+    rows = list(fold_rows(engine, [3], [0.0, 1e9], prompts, 8, given))
+    assert "calibrate" in rows[0]["not_run"]
+    nothing, everything = rows[1:]
+    assert nothing["method"] == "spot" and nothing["recompute_ratio"] == 1.0 > everything["recompute_ratio"]
+    assert nothing["same_tokens"] == nothing["same_path"] == nothing["same_bits"] == nothing["items"] == 1
+    assert all(row["over_unfolded"] > 0 and row["over_draft_free"] > 0 for row in (nothing, everything))
+    assert all(f"tau {row['tau']:g}" in row_line("folds", row) for row in (nothing, everything))
 
 
 def test_samples_in_flight_keep_their_tokens_and_stand_over_the_compute_bound_rate(engine: Engine) -> None:
