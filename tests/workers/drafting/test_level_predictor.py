@@ -50,7 +50,8 @@ def test_levels_ahead_are_levels_apart(
     for level in range(7):
         counts = inputs.commit_counts[:, None] + level
         found, expected = predictor(inputs, counts), predict(inputs, counts)
-        for ours, theirs in zip(found, expected, strict=True):
+        assert found.position_scores is None and expected.position_scores is None
+        for ours, theirs in zip(found[:-1], expected[:-1], strict=True):
             assert torch.equal(*torch.broadcast_tensors(ours, theirs))
         different += not torch.equal(expected.first, first.first)
         different += not torch.equal(*torch.broadcast_tensors(expected.confidence, first.confidence))
