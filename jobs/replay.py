@@ -29,9 +29,7 @@ def command(
     verify: Annotated[
         int, typer.Option(min=0, help="Also decode this many items of every cell live, and compare.")
     ] = 0,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda: what computes the networks of drafters.")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda: what computes the networks of drafters.")] = "cpu",
 ) -> int:
     """Replay the methods of a grid on recorded runs: forwards, acceptance, drafted nodes and rows, exactly."""
     out = check_out(out)

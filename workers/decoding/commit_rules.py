@@ -32,6 +32,7 @@ class CommitRule:
     are drawn and positions rated. ``select_step`` is given, in place of ``select`` for the target's own steps, where
     a rule depends on the step of the block, int64 [...] from 0; ``may_open_nothing`` where such a step can leave
     the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
+    ``level`` is about the confidence from which a position is committed beside others; None where there is no such.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CommitRule:
     select_step: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     may_open_nothing: bool = False
     sub_block_length: int = 0
+    level: float | None = None
 
     @property
     def confidence(self) -> str:
@@ -127,7 +129,7 @@ def threshold(value: float, min_commits: int = 1, comparison: str = DEFAULT_COMP
         enough = passing.sum(dim=-1, keepdim=True) >= min_commits
         return torch.where(enough, passing, top_positions(masked, confidence, min_commits))
 
-    return CommitRule(name="threshold", select=select, max_commits=None)
+    return CommitRule(name="threshold", select=select, max_commits=None, level=value)
 
 
 def factor(value: float) -> CommitRule:
@@ -152,7 +154,8 @@ def factor(value: float) -> CommitRule:
         picked = passes.to(torch.int8).cumprod(dim=-1).bool()
         return torch.zeros_like(masked).scatter(-1, order, picked) & masked
 
-    return CommitRule(name="factor", select=select, max_commits=None)
+    of_two = min(max(1 - value / 3, 0.01), 0.99)
+    return CommitRule(name="factor", select=select, max_commits=None, level=of_two)
 
 
 def scheduled(name: str, block_length: int, counts: tuple[int, ...]) -> CommitRule:

@@ -14,8 +14,7 @@ class MethodInfo:
 
     ``parameters`` are keys of the method in a grid, given to the builder by name. ``file_key`` is the one of them
     that names its learned or calibrated part, a file ("" where there is none); ``reads`` says what that file holds:
-    ``order_model``, ``draft_graph`` or ``set_model``. ``records`` is what a recording must hold beyond the steps for a
-    replay of the method.
+    ``order_model``, ``draft_graph`` or ``set_model``.
     """
 
     name: str
@@ -29,7 +28,6 @@ class MethodInfo:
     decoders: tuple[str, ...] = ("static", "sequential", "threshold", "factor", "causal", "llada", "dream")
     file_key: str = ""
     reads: str = ""
-    records: tuple[str, ...] = ()
 
 
 METHODS: dict[str, MethodInfo] = {
@@ -143,7 +141,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold", "factor"),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
         MethodInfo(
             name="spot_sets_gamma",
@@ -157,7 +154,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold", "factor"),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
         MethodInfo(
             name="spot_sets_product",
@@ -177,7 +173,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold",),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
     )
 }
