@@ -42,6 +42,8 @@ FLAGS = {
     "train-sets": {
         "--out",
         "--refit",
+        "--hidden",
+        "--no-hidden",
         "--width",
         "--layers",
         "--steps",
