@@ -129,9 +129,9 @@ METHODS: dict[str, MethodInfo] = {
             name="spot_sets",
             title="SPOT-Sets, whole steps of a threshold decoder",
             summary=(
-                "The D states of largest mass whose edges are target steps: a network that reads stale distributions, "
-                "hidden states and candidate embeddings gives positions and tokens. Its decoder may cross blocks and "
-                "draft first rounds (window)."
+                "The D states of largest mass whose edges are target steps: a network that reads the drafted tokens, "
+                "stale distributions and, where trained with them, hidden states predicts the target's distributions "
+                "there, and so positions and tokens. Its decoder may cross blocks and draft first rounds (window)."
             ),
             source="SPOT, arXiv 2610.22543",
             lossless=True,
