@@ -35,6 +35,7 @@ def command(
     ] = None,
     width: Annotated[int, typer.Option(min=8, help="Of the encoder, a multiple of 8.")] = 320,
     layers: Annotated[int, typer.Option(min=1, help="Of the encoder.")] = 4,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9, help="In training.")] = 0.1,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps at most.")] = 3000,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0, help="Peak; it falls along a cosine to 0.")] = 1e-3,
@@ -83,13 +84,13 @@ def command(
     typer.echo("hidden states are " + ("read" if hidden else "not read"))
     settings = SetTrainSettings(
         steps=steps, batch_size=batch_size, learning_rate=learning_rate, evaluate_every=evaluate_every,
-        patience=patience, seed=seed,
+        patience=patience, seed=seed, dropout=dropout,
     )  # fmt: skip
     training, held_out = load_set_examples(trajectories, hidden=hidden, say=typer.echo)
     typer.echo(f"{training.num_examples} training and {held_out.num_examples} held-out examples")
     hidden_size = 0 if training.hidden is None else training.hidden.shape[-1]
     sizes = {"hidden_size": hidden_size, "width": width, "num_layers": layers}
-    model = _first_model(labels[0], base, sizes, seed, settings.dropout)
+    model = _first_model(labels[0], base, sizes, seed, dropout)
     state = out.with_suffix(".state")
     trained = train_sets(
         model,

@@ -46,6 +46,7 @@ FLAGS = {
         "--no-hidden",
         "--width",
         "--layers",
+        "--dropout",
         "--steps",
         "--batch-size",
         "--learning-rate",
