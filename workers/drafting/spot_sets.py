@@ -39,9 +39,11 @@ class SetDrafter:
         self._placed: PlacedTokens | None = None
         self.reads_hidden = model.shape.hidden_size > 0
 
-    def place(self, device: torch.device) -> None:
-        """Compute the network on ``device``, whatever device the states are on; sums there may differ by rounding."""
+    def place(self, device: torch.device, setting: object = None) -> str:
+        """Compute the network on ``device``, whatever device the states are on and whatever ``setting`` is known of the
+        drafts; sums there may differ by rounding. Returns where trees grow."""
         self._placed = PlacedTokens(self._model, device)
+        return "host: the set model reads tokens, its network alone is computed on the device"
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
