@@ -142,7 +142,7 @@ def needed_records(work: CellWork) -> tuple[str, ...]:
     method = ALL_METHODS[work.cell.method]
     of_file = read_drafter_file(method, Path(work.drafter_source)).records if work.drafter_source else ()
     window = ("window",) if work.cell.window else ()
-    return tuple(dict.fromkeys((*method.records, *of_file, *window)))
+    return tuple(dict.fromkeys((*of_file, *window)))
 
 
 def replay_grid(plan: ReplayPlan) -> None:

@@ -116,31 +116,45 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
         "threshold": 0.5,
         "gen_length": 8,
     }
-    record_tiny_runs(path, 12, records=("hidden",), **settings)
+    record_tiny_runs(path, 16, records=("hidden",), **settings)
     out, fitted = tmp_path / "sets.safetensors", tmp_path / "fitted.safetensors"
     small: dict[str, Any] = {"width": 16, "layers": 1, "steps": 2, "batch_size": 4, "evaluate_every": 1}
     train_sets.command(path, out, **small)
-    assert f"{{name: spot_sets, checkpoint: {out}}}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{{name: spot_sets, checkpoint: {out}}}" in printed and "stale ones in brackets" in printed
+    assert "hidden states are read" in printed
     found = read_set_checkpoint(out)
-    assert (found.target, found.card["trained_on"]["items"]) == ("f" * 24, {"words_train": 12})
+    assert (found.target, found.card["trained_on"]["items"]) == ("f" * 24, {"words_train": 16})
     cell = tiny_cell(method="spot_sets", budget=4, decoder="threshold", threshold=0.5)
     spot_sets = get_method("spot_sets")
-    assert misfit(find_drafter_file(spot_sets, str(out)), cell) is None
+    file = find_drafter_file(spot_sets, str(out))
+    assert misfit(file, cell) is None and file.records == ("hidden",)
 
     other = tmp_path / "other.parquet"
-    record_tiny_runs(other, 12, records=("hidden",), weight_fingerprint="a" * 24, **settings)
+    record_tiny_runs(other, 16, records=("hidden",), weight_fingerprint="a" * 24, **settings)
     train_sets.command(other, fitted, refit=out, **small)
     assert read_set_checkpoint(fitted).card["refit_of"] == found.fingerprint
     reason = misfit(find_drafter_file(spot_sets, str(fitted)), cell)
-    assert reason is not None and "reads hidden states of other weights" in reason
+    assert reason is not None and "reads tokens of other weights" in reason
+    with pytest.raises(InputError, match="reads hidden states; give --hidden or nothing"):
+        train_sets.command(other, fitted, refit=out, hidden=False, **small)
 
-    record_tiny_runs(path, 4, **settings)
+    capsys.readouterr()
+    record_tiny_runs(path, 16, **settings)
+    train_sets.command(path, out, **small)
+    assert "hidden states are not read" in capsys.readouterr().out
+    assert find_drafter_file(spot_sets, str(out)).records == ()
     with pytest.raises(InputError, match="holds nothing of hidden states"):
-        train_sets.command(path, out)
+        train_sets.command(path, out, hidden=True, **small)
     with pytest.raises(InputError, match="no multiple of 8"):
         train_sets.command(path, out, width=12)
     with pytest.raises(InputError, match=r"give a \.safetensors file"):
         train_sets.command(path, tmp_path / "sets.json")
+    record_tiny_runs(path, 16, model="reference", gen_length=8)
+    with pytest.raises(
+        InputError, match=r"of the decoders static; a set model learns from one, threshold or factor"
+    ):
+        train_sets.command(path, out, **small)
 
 
 def test_an_order_model_that_reads_tokens_is_trained_for_one_target(

@@ -43,8 +43,11 @@ FLAGS = {
     "train-sets": {
         "--out",
         "--refit",
+        "--hidden",
+        "--no-hidden",
         "--width",
         "--layers",
+        "--dropout",
         "--steps",
         "--batch-size",
         "--learning-rate",

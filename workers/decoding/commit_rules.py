@@ -35,6 +35,7 @@ class CommitRule:
     the state as it is. ``sub_block_length``: sub-blocks of that width are filled one after another, 0 for none.
     ``reads_first``: a step depends on the row of the first masked position alone, so that only its bits count.
     ``is_static``: every step commits the ``max_commits`` most confident positions, and nothing else matters.
+    ``level`` is about the confidence from which a position is committed beside others; None where there is no such.
     """
 
     name: str
@@ -46,6 +47,7 @@ class CommitRule:
     sub_block_length: int = 0
     reads_first: bool = False
     is_static: bool = False
+    level: float | None = None
 
     @property
     def confidence(self) -> str:
@@ -132,7 +134,7 @@ def threshold(value: float, min_commits: int = 1, comparison: str = DEFAULT_COMP
         enough = passing.sum(dim=-1, keepdim=True) >= min_commits
         return torch.where(enough, passing, top_positions(masked, confidence, min_commits))
 
-    return CommitRule(name="threshold", select=select, max_commits=None)
+    return CommitRule(name="threshold", select=select, max_commits=None, level=value)
 
 
 def factor(value: float) -> CommitRule:
@@ -157,7 +159,8 @@ def factor(value: float) -> CommitRule:
         picked = passes.to(torch.int8).cumprod(dim=-1).bool()
         return torch.zeros_like(masked).scatter(-1, order, picked) & masked
 
-    return CommitRule(name="factor", select=select, max_commits=None)
+    of_two = min(max(1 - value / 3, 0.01), 0.99)
+    return CommitRule(name="factor", select=select, max_commits=None, level=of_two)
 
 
 def entropy_bounded(bound: float) -> CommitRule:

@@ -98,13 +98,6 @@ class Snapshots:
         if self.hidden is not None and other.hidden is not None:
             self.hidden[samples] = other.hidden[rows]
 
-    def to(self, device: torch.device) -> Snapshots:
-        """The snapshots on another device."""
-        return Snapshots.of(
-            **{name: getattr(self, name).to(device) for name in (*_PER_POSITION, "is_valid")},
-            hidden=None if self.hidden is None else self.hidden.to(device),
-        )
-
     def select(self, samples: Tensor) -> Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows; of one sample, a view."""
         if samples.numel() == 1:

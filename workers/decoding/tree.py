@@ -76,19 +76,6 @@ class DraftTree:
             setattr(out, name, getattr(self, name)[samples])
         return out
 
-    def to(self, device: torch.device) -> DraftTree:
-        """The trees on another device."""
-        out: DraftTree = object.__new__(DraftTree)
-        out.budget = self.budget
-        for name in _TENSORS:
-            setattr(out, name, getattr(self, name).to(device))
-        return out
-
-    def take(self, other: DraftTree) -> None:
-        """Become ``other``, trees of as many samples at the same budget on whatever device."""
-        for name in _TENSORS:
-            getattr(self, name).copy_(getattr(other, name))
-
     def keep(self, kept: Tensor) -> None:
         """Drop the nodes that are not ``kept`` (bool [S, 1 + D]); roots always stay, and so does the order.
 

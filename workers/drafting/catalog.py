@@ -14,9 +14,8 @@ class MethodInfo:
 
     ``parameters`` are keys of the method in a grid, given to the builder by name. ``file_key`` is the one of them
     that names its learned or calibrated part, a file ("" where there is none); ``reads`` says what that file holds:
-    ``order_model``, ``draft_graph`` or ``set_model``. ``records`` is what a recording must hold beyond the steps for a
-    replay of the method. ``drafts_by_pass``: its drafts are passes of the target, made by a decoder of its own
-    (workers/decoding), which counts them as forwards; it is live only and takes no fold.
+    ``order_model``, ``draft_graph`` or ``set_model``. ``drafts_by_pass``: its drafts are passes of the target, by a
+    decoder of its own (workers/decoding), which counts them as forwards; it is live only and takes no fold.
     """
 
     name: str
@@ -32,7 +31,6 @@ class MethodInfo:
     )  # fmt: skip
     file_key: str = ""
     reads: str = ""
-    records: tuple[str, ...] = ()
     drafts_by_pass: bool = False
 
 
@@ -135,9 +133,9 @@ METHODS: dict[str, MethodInfo] = {
             name="spot_sets",
             title="SPOT-Sets, whole steps of a threshold decoder",
             summary=(
-                "The D states of largest mass whose edges are target steps: a network that reads stale distributions, "
-                "hidden states and candidate embeddings gives positions and tokens. Its decoder may cross blocks and "
-                "draft first rounds (window)."
+                "The D states of largest mass whose edges are target steps: a network that reads the drafted tokens, "
+                "stale distributions and, where trained with them, hidden states predicts the target's distributions "
+                "there, and so positions and tokens. Its decoder may cross blocks and draft first rounds (window)."
             ),
             source="SPOT, arXiv 2610.22543",
             lossless=True,
@@ -147,7 +145,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold", "factor"),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
         MethodInfo(
             name="spot_sets_gamma",
@@ -161,7 +158,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold", "factor"),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
         MethodInfo(
             name="spot_sets_product",
@@ -181,7 +177,6 @@ METHODS: dict[str, MethodInfo] = {
             decoders=("threshold",),
             file_key="checkpoint",
             reads="set_model",
-            records=("hidden",),
         ),
         MethodInfo(
             name="linear_spec",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,17 +49,6 @@ class DraftInputs:
     noise: NoiseTable
     stream: Stream | None
     allows_complete: bool = False
-
-    def to(self, device: torch.device) -> DraftInputs:
-        """The inputs on another device."""
-        return replace(
-            self,
-            roots=self.roots.to(device),
-            commit_counts=self.commit_counts.to(device),
-            block_starts=self.block_starts.to(device),
-            keys=self.keys.to(device),
-            snapshots=self.snapshots.to(device),
-        )
 
 
 class Drafter(Protocol):

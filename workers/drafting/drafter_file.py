@@ -43,8 +43,8 @@ def read_drafter_file(method: MethodInfo, path: Path) -> DrafterFile:
         graph = load_graph(path)
         return DrafterFile(path=path, fingerprint=graph.fingerprint, graph=graph)
     if method.reads == "set_model":
-        found = read_set_checkpoint(path)
-        return DrafterFile(path=path, fingerprint=found.fingerprint, target=found.target)
+        sets = read_set_checkpoint(path)
+        return DrafterFile(path=path, fingerprint=sets.fingerprint, target=sets.target, records=sets.records)
     order = read_order_checkpoint(path)
     return DrafterFile(path=path, fingerprint=order.fingerprint, target=order.target, records=order.records)
 
@@ -69,7 +69,7 @@ def misfit(file: DrafterFile, cell: Cell) -> str | None:
             f"of other weights ({file.target}) than model {cell.model!r} has ({cell.weight_fingerprint})"
         )
         if get_method(cell.method).reads == "set_model":
-            return f"set model {file.path}: it reads hidden states {weights}; fit it with dlmgrid train-sets --refit"
+            return f"set model {file.path}: it reads tokens {weights}; fit it with dlmgrid train-sets --refit"
         return (
             f"order model {file.path}: it reads tokens {weights}; train one with dlmgrid train-order --tokens, or "
             "without it one for any target"

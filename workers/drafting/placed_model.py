@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.drafting.order_model import NUM_FEATURES, OrderModel
-from dlmgrid.workers.drafting.token_model import Stale, TokenModel, TokenScores
+from dlmgrid.workers.drafting.token_model import Stale, TokenEncoder
 
 STATE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """States are padded to the next of these, and each number replays one CUDA graph; more are computed in parts."""
@@ -80,16 +80,17 @@ class PlacedModel:
 
 
 class PlacedTokens:
-    """Scores of a token model for states on the CPU, computed on ``device``: snapshots go up once a draft."""
+    """What a model that reads tokens gives for states on the CPU, computed on ``device``: snapshots go up once a
+    draft."""
 
-    def __init__(self, model: TokenModel, device: torch.device) -> None:
+    def __init__(self, model: TokenEncoder, device: torch.device) -> None:
         self._model = model.to(device)
         self._device = device
         self._submissions: dict[tuple[int, int], _Submission] = {}
 
     @torch.inference_mode()
     def read(self, snapshots: Snapshots) -> Stale:
-        """As :meth:`TokenModel.read`, of snapshots on the CPU; the result stays on the device."""
+        """As :meth:`TokenEncoder.read`, of snapshots on the CPU; the result stays on the device."""
         names = (
             "masked",
             "token_ids",
@@ -108,14 +109,14 @@ class PlacedTokens:
         )
 
     @torch.inference_mode()
-    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
-        """Scores fp64 on the CPU of B states there, drafted from the rows ``sample`` int64 [B] of ``stale``; ``path``
-        and ``states`` as :meth:`TokenModel.forward` takes them."""
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """What the model gives for B states on the CPU, fp64 and there, drafted from the rows ``sample`` int64 [B] of
+        ``stale``; ``path`` and ``states`` as :meth:`TokenEncoder.judge` takes them."""
         count, most = states.shape[0], STATE_BUCKETS[-1]
         if count > most:
             chunks = zip(sample.split(most), path.split(most), states.split(most), strict=True)
             parts = [self(stale, *chunk) for chunk in chunks]
-            return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
         size = _bucket(count)
         key = (size, states.shape[1])
         if key not in self._submissions:
@@ -136,4 +137,4 @@ class PlacedTokens:
         submission.given[-2][:count] = path.to(self._device)
         submission.given[-1][:count] = states.to(self._device)
         found = submission.run(lambda *given: self._model(Stale(*given[:-2]), *given[-2:]))
-        return TokenScores(*(part[:count].cpu() for part in found))
+        return tuple(part[:count].cpu() for part in found)

@@ -20,19 +20,26 @@ from dlmgrid.workers.partial_files import partial_path, write_whole
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.set_model import SetModel
 
-FORMAT = "dlmgrid-set-model-1"
+FORMAT = "dlmgrid-set-model-2"
+"""Names architecture and inputs: 1 had another network."""
+
 _HEADER = "dlmgrid"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCheckpoint:
-    """A checked file. ``target`` is the weight fingerprint of the model whose hidden states it reads."""
+    """A checked file. ``target`` is the weight fingerprint of the model whose tokens it reads."""
 
     path: Path
     fingerprint: str
     target: str
     shape: dict[str, int]
     card: dict[str, Any]
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """What a recording must hold beyond its steps for a replay with this model."""
+        return ("hidden",) if self.shape.get("hidden_size") else ()
 
 
 def read_set_checkpoint(path: Path) -> SetCheckpoint:

@@ -1,14 +1,14 @@
 """Level-wise best-first growth where an edge commits a set of positions: the D states of largest mass.
 
-A step from y commits a set A with tokens v: m(z) = m(y) · Π_A q(s) · Π_rest (1 - q(s)) · Π_A p(v), with q(s) the
-probability that position s is in the step's set. Of the 2^n sets of a state seven are tried: every position with
-q ≥ 1/2 (the most probable one where none has), that set with each of its four least certain positions flipped, with
-the two least certain ones flipped, and with the second token at its least probable position where the first has a
-probability below 0.6. Mass never grows along an edge, so cutting the list to D level by level keeps ancestors.
+A step from y commits a set A with tokens v: m(z) = m(y) · P(A) · Π_A p(v), with P as ``set_distribution`` says. Of the
+2^n sets of a state nine are tried: every position that passes with at least 1/2, that set with each of its four least
+certain positions flipped and with the two least certain ones flipped, and the three positions likeliest alone. Each is
+tried with the likeliest tokens, and with the second one at its least probable position. Mass never grows along an
+edge, so cutting the list to D level by level keeps ancestors.
 
 Sources: SPOT-Sets of arXiv 2610.22543 names set nodes and inclusion; the choice of alternatives is this package's.
 
-Legend: S samples, W states of each, L block length, D budget, C = 7 sets tried.
+Legend: S samples, W states of each, L block length, D budget, C = 9 sets tried, each twice.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from torch import Tensor
 from dlmgrid.workers.decoding.state import MASKED, num_masked, state_hashes
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import DraftInputs
-from dlmgrid.workers.drafting.growth import HEDGE_BELOW, Listed, merge_equal, remap, write_list
+from dlmgrid.workers.drafting.growth import Listed, merge_equal, remap, write_list
+from dlmgrid.workers.drafting.set_distribution import SetDistribution
 
 NUM_FLIPPED = 4
-_LEAST = 1e-6
+NUM_ALONE = 3
 
 
 class SetPrediction(NamedTuple):
-    """What is predicted of each position, all [S, W, L]: ``inclusion`` fp64, the probability of being committed next;
-    ``first`` and ``second`` int32, the likeliest tokens (perturbed at T > 0), with their probabilities fp64."""
+    """What is predicted of states [S, W]: the distribution of the next set; ``first`` and ``second`` int32 [S, W, L],
+    the likeliest tokens (perturbed at T > 0), with their probabilities fp64."""
 
-    inclusion: Tensor
+    sets: SetDistribution
     first: Tensor
     second: Tensor
     first_probability: Tensor
     second_probability: Tensor
 
 
-Propose = Callable[[Tensor, Tensor], SetPrediction]
-"""Maps states int32 [S, W, L] and their commit counts int64 [S, W] to predictions."""
+Propose = Callable[[Tensor, Tensor, Tensor], SetPrediction]
+"""Maps (states int32 [S, W, L], their commit counts int64 [S, W], is_asked bool [S, W]) to predictions; states that are
+not asked about have no children, and what is said of them holds no meaning but that no position is among theirs."""
 
 
 def grow_sets(
@@ -59,7 +61,9 @@ def grow_sets(
     root_masked = num_masked(inputs.roots)
     for depth in range(1, length + 1):
         counts = (inputs.commit_counts + root_masked)[:, None] - num_masked(states)
-        tokens, gain = _children(states, propose(states, counts), complete=inputs.allows_complete)
+        is_asked = (log_mass > -torch.inf) & (num_masked(states) > (0 if inputs.allows_complete else 1))
+        prediction = propose(states, counts, is_asked)
+        tokens, gain = _children(states, prediction, complete=inputs.allows_complete)
         width, tried = gain.shape[1:]
         parent_mass = log_mass[..., None].expand(-1, -1, tried).reshape(num_samples, -1)
         child_mass = (log_mass[..., None] + gain).reshape(num_samples, -1)
@@ -85,43 +89,51 @@ def grow_sets(
 
 
 def _children(states: Tensor, prediction: SetPrediction, *, complete: bool) -> tuple[Tensor, Tensor]:
-    """The states int32 [S, W, C, L] that the sets tried lead to, and the log of what each multiplies the mass with,
-    fp64 [S, W, C]; -inf for an empty set, or one that completes the block where that is not asked for."""
-    masked = states == MASKED
-    inclusion = prediction.inclusion.clamp(_LEAST, 1 - _LEAST)
-    base = masked & (inclusion >= 0.5)
-    best = torch.where(masked, inclusion, -1.0).argmax(dim=-1, keepdim=True)
-    alone = torch.zeros_like(base).scatter(-1, best, True) & masked
-    base = torch.where(base.any(dim=-1, keepdim=True), base, alone)
-
-    doubt = torch.where(masked, (inclusion - 0.5).abs(), torch.inf)
-    order = doubt.sort(dim=-1, stable=True).indices
-    flips = [
-        torch.zeros_like(base).scatter(-1, order[..., k : k + 1], True) & masked for k in range(NUM_FLIPPED)
+    """The states int32 [S, W, 2 C, L] that the sets tried lead to, and the log of what each multiplies the mass with,
+    fp64 [S, W, 2 C]; -inf for a set that is tried twice, or one that completes the block where that is not asked
+    for."""
+    sets, log_share = _tried(prediction.sets)
+    left = (states == MASKED)[..., None, :] & ~sets
+    if not complete:
+        log_share = torch.where(left.any(dim=-1), log_share, -torch.inf)
+    first, second = prediction.first_probability, prediction.second_probability
+    weakest = torch.where(sets, first[..., None, :], torch.inf).argmin(dim=-1, keepdim=True)
+    hedged = torch.zeros_like(sets).scatter(-1, weakest, True)
+    log_first = torch.where(sets, first.log()[..., None, :], 0.0).sum(dim=-1)
+    log_second = torch.where(sets & ~hedged, first.log()[..., None, :], 0.0).sum(dim=-1)
+    log_second = log_second + second.log()[..., None, :].expand_as(sets).gather(-1, weakest).squeeze(-1)
+    tokens = torch.where(sets, prediction.first[..., None, :], states[..., None, :])
+    other = torch.where(hedged & sets, prediction.second[..., None, :], tokens)
+    # -inf and not a NaN where a state was not asked about, whose tokens have no probability
+    gains = [
+        torch.where(log_share > -torch.inf, log_share + log_p, -torch.inf)
+        for log_p in (log_first, log_second)
     ]
-    flips.append(flips[0] | flips[1])
-    sets = torch.stack([base, *(base ^ flip for flip in flips), base], dim=-2)
+    return torch.cat((tokens, other), dim=-2), torch.cat(gains, dim=-1)
 
-    weakest = torch.where(base, prediction.first_probability, torch.inf).argmin(dim=-1, keepdim=True)
-    hedged = torch.zeros_like(base).scatter(-1, weakest, True) & base
-    tokens = prediction.first[..., None, :].expand(sets.shape).clone()
-    tokens[..., -1, :] = torch.where(hedged, prediction.second, prediction.first)
-    log_p = prediction.first_probability.log()[..., None, :].expand(sets.shape).clone()
-    log_p[..., -1, :] = torch.where(
-        hedged, prediction.second_probability.log(), prediction.first_probability.log()
-    )
-    chosen = torch.where(sets, inclusion.log()[..., None, :] + log_p, 0.0).sum(dim=-1)
-    left = masked[..., None, :] & ~sets
-    log_gain = chosen + torch.where(left, (1 - inclusion).log()[..., None, :], 0.0).sum(dim=-1)
-    possible = sets.any(dim=-1) & (complete | left.any(dim=-1))
-    flipped = torch.tensor(
-        [0, *range(1, NUM_FLIPPED + 1), 2, 0], device=states.device
-    )  # masks that each needs
-    possible &= masked.sum(dim=-1)[..., None] >= flipped
-    first_at_weakest = torch.where(hedged, prediction.first_probability, 0.0).sum(dim=-1)
-    possible[..., -1] &= first_at_weakest < HEDGE_BELOW
-    reached = torch.where(sets, tokens, states[..., None, :])
-    return reached, torch.where(possible, log_gain, -torch.inf)
+
+def _tried(sets: SetDistribution) -> tuple[Tensor, Tensor]:
+    """The sets that are tried, bool [S, W, C, L], and the log of their probabilities fp64 [S, W, C]; -inf for one that
+    equals an earlier one, or has no position."""
+    passing = sets.among & (sets.passing >= 0)
+    doubt = torch.where(sets.among, sets.passing.abs(), torch.inf)
+    least_certain = [_at(index, sets.among) for index in _first(doubt, NUM_FLIPPED)]
+    alone = [_at(index, sets.among) for index in _first(-sets.log_alone, NUM_ALONE)]
+    flipped = [passing ^ flip for flip in (*least_certain, least_certain[0] | least_certain[1])]
+    found = torch.stack((passing, *flipped, *alone), dim=-2)
+    is_same = (found[..., :, None, :] == found[..., None, :, :]).all(dim=-1)
+    is_again = is_same.tril(diagonal=-1).any(dim=-1)
+    return found, torch.where(is_again, -torch.inf, sets.log_probability(found))
+
+
+def _first(values: Tensor, count: int) -> list[Tensor]:
+    """Where the ``count`` smallest of values [..., L] are, int64 [...] each, equal ones from the left."""
+    return list(values.sort(dim=-1, stable=True).indices[..., :count].unbind(-1))
+
+
+def _at(index: Tensor, among: Tensor) -> Tensor:
+    """bool [..., L]: the position int64 [...] alone, where it is ``among``."""
+    return torch.zeros_like(among).scatter(-1, index[..., None], True) & among
 
 
 def _cut(listed: Listed, children: Listed) -> tuple[Listed, Tensor]:

@@ -1,100 +1,101 @@
 """The drafter network of SPOT-Sets (arXiv 2610.22543): what a threshold decoder commits next, positions and tokens.
 
-It reads, of every position masked in the stale snapshot, SPOT's 74 features, the target's hidden state, and the
-embeddings of the 8 likeliest candidates (of the token alone where the drafted path has filled the position). It gives
-each position a probability of being in the next step's set, and the 8 candidates new probabilities. The paper names
-inputs, size and purpose; the layout is this package's.
+What such a decoder commits follows almost wholly from the target's distributions at the state: every position whose
+confidence passes a level, or the most confident one. So the network is that of ``token_model`` (stale distributions,
+tokens of the drafted state, candidate embeddings and, as published, the target's hidden state of the stale pass), which
+predicts those distributions, with two heads: how far a position's confidence will lie from the level, and which
+position is taken where none passes (see ``set_distribution``). Both start from the predicted distribution and,
+untrained, from the stale one. The paper names inputs, size and purpose; the layout is this package's.
 
-Embeddings come from a table that the checkpoint holds: the target's own embedding matrix on its 64 leading principal
-axes, so that a replay needs no model. Table, ``candidate`` and ``from_hidden`` are the *input layer*: all that is
-fitted again for another target.
+Embeddings come from a table that the checkpoint holds: the target's own embedding matrix on its leading principal axes,
+so that a replay needs no model. Table, ``candidate`` and ``from_hidden`` are the *input layer*: all that is fitted
+again for another target.
 
-Legend: B states, M positions of a block, H hidden size of the target, K = 8 candidates.
+Legend: B states, L block length, V vocabulary, K candidates, T table width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dlmgrid.workers.drafting.order_model import NUM_FEATURES, EncoderLayer
+from dlmgrid.workers.drafting.token_model import Stale, TokenEncoder, TokenShape
 
-NUM_RESCORED = 8
-TABLE_WIDTH = 64
-NUM_HEADS = 8
+INPUT_LAYER = ("candidate.", "from_hidden.", "table")
+"""How the names of what belongs to the target begin; the table is no parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SetShape:
-    """Sizes of a network: of its target (hidden size, vocabulary) and its own. The defaults have 5.0M parameters
-    beside the input layer."""
+class SetShape(TokenShape):
+    """Sizes of a network. The defaults have 5.3M parameters beside the input layer."""
 
-    hidden_size: int
-    vocab_size: int
     width: int = 320
-    num_layers: int = 4
 
 
-class SetModel(nn.Module):
-    """The encoder with its two heads."""
+class SetScores(NamedTuple):
+    """``scores`` [B, L] of being the one where no position passes; ``log_fresh`` and ``log_committed`` [B, L, K + 1];
+    ``offset`` [B, L], log odds of passing beside those that the confidence gives (:meth:`SetModel.passing`). Positions
+    that are not masked hold no meaning."""
 
-    def __init__(self, shape: SetShape) -> None:
-        super().__init__()
-        self.shape = shape
-        width = shape.width
-        self.register_buffer("table", torch.zeros(shape.vocab_size, TABLE_WIDTH))
-        self.table: Tensor
-        self.candidate = nn.Linear(TABLE_WIDTH, TABLE_WIDTH, bias=False)
-        self.from_hidden = nn.Linear(shape.hidden_size, width)
-        self.from_candidate = nn.Linear(TABLE_WIDTH, width)
-        self.from_features = nn.Linear(NUM_FEATURES, width)
-        self.layers = nn.ModuleList(EncoderLayer(width, NUM_HEADS) for _ in range(shape.num_layers))
-        self.include = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
-        self.query = nn.Linear(width, TABLE_WIDTH)
-        self.by_rank = nn.Linear(width, NUM_RESCORED)
+    scores: Tensor
+    log_fresh: Tensor
+    log_committed: Tensor
+    offset: Tensor
+
+
+class SetModel(TokenEncoder):
+    """The encoder with its two heads; ``dropout`` acts in training only."""
+
+    def __init__(self, shape: TokenShape, *, dropout: float = 0.0) -> None:
+        super().__init__(shape, dropout=dropout)
+        self.candidate = nn.Linear(shape.table_width, shape.table_width, bias=False)
+        nn.init.zeros_(self.candidate.weight)
+        self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
+        self.by_lead = nn.Parameter(torch.tensor(1.0))  # of their distance from those of the level
+        self.head, self.pass_head = self.new_head(), self.new_head()
+        for head in (self.head, self.pass_head):
+            nn.init.zeros_(head[-1].weight)  # type: ignore[arg-type]
+            nn.init.zeros_(head[-1].bias)  # type: ignore[arg-type]
 
     def input_layer(self) -> Iterator[nn.Parameter]:
         """The parameters that belong to the target."""
-        yield from self.candidate.parameters()
-        yield from self.from_hidden.parameters()
+        for name, parameter in self.named_parameters():
+            if name.startswith(INPUT_LAYER):
+                yield parameter
 
-    def forward(
-        self,
-        features: Tensor,
-        hidden: Tensor,
-        token_ids: Tensor,
-        probabilities: Tensor,
-        filled: Tensor,
-        present: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of being in the next set [B, M], and log probabilities of the candidates [B, M, K], which share the
-        mass that they had.
+    def turned(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [..., T] in the space that the encoder reads; untrained, as they are."""
+        out: Tensor = embeddings + self.candidate(embeddings)
+        return out
 
-        Args:
-            features: [B, M, 74]; hidden: [B, M, H]; token_ids: int64 [B, M, K] and probabilities [B, M, K], stale.
-            filled: int64 [B, M], the token that the drafted path put there, -1 for none.
-            present: bool [B, M], the positions of the snapshot.
-        """
-        embedded = self.candidate(self.table[token_ids])
-        mass = probabilities.sum(dim=-1, keepdim=True).clamp_min(1e-6)
-        mixed = ((probabilities / mass)[..., None] * embedded).sum(dim=-2)
-        own = self.candidate(self.table[filled.clamp_min(0)])
-        mixed = torch.where((filled >= 0)[..., None], own, mixed)
-        scale = hidden.square().mean(dim=-1, keepdim=True).clamp_min(1e-6).rsqrt()
-        x = self.from_hidden(hidden * scale) + self.from_candidate(mixed) + self.from_features(features)
-        bias = torch.zeros(present.shape, dtype=x.dtype, device=x.device)
-        bias = bias.masked_fill(~present, -torch.inf)[:, None, None, :]
-        for layer in self.layers:
-            x = layer(x, bias)
-        rescored = (embedded * self.query(x)[..., None, :]).sum(dim=-1) / TABLE_WIDTH**0.5 + self.by_rank(x)
-        scores = probabilities.clamp_min(1e-9).log() + rescored
-        return self.include(x).squeeze(-1), scores.log_softmax(dim=-1) + mass.log()
+    def asked(self, queries: Tensor) -> Tensor:
+        """Queries [..., T] taken back into the space of the table: cheaper than turning every candidate."""
+        return queries + queries @ self.candidate.weight
+
+    def forward(self, stale: Stale, path: Tensor, states: Tensor) -> SetScores:
+        """Scores of B states; arguments as of :meth:`judge`."""
+        judged = self.judge(stale, path, states)
+        return SetScores(
+            scores=self.head(judged.read).squeeze(-1) + self.by_confidence * judged.log_odds,
+            log_fresh=judged.log_fresh,
+            log_committed=judged.log_committed,
+            offset=self.pass_head(judged.read).squeeze(-1),
+        )
+
+    def passing(self, offset: Tensor, log_confidence: Tensor, level: float) -> Tensor:
+        """Log odds of passing, from offsets and the log of the confidence of each position's token (here or on the
+        device of ``log_confidence``), for a decoder's level in (0, 1)."""
+        doubt = (-torch.expm1(log_confidence)).clamp_min(1e-9).log()
+        lead = log_confidence - doubt - math.log(level / (1 - level))
+        return offset + self.by_lead.to(lead.device) * lead
 
 
-def embedding_table(embedding: Tensor, width: int = TABLE_WIDTH) -> Tensor:
+def embedding_table(embedding: Tensor, width: int) -> Tensor:
     """fp32 [V, width]: an embedding matrix [V, H] on its leading principal axes, scaled to unit variance; axes that
     the matrix does not have are zero."""
     centred = embedding.double() - embedding.double().mean(dim=0)

@@ -1,30 +1,35 @@
 """Training of a set model from recorded runs: which positions the next step commits, and the tokens there.
 
-For a stale snapshot of step t and a depth d ≥ 1, the virtual state holds the first d steps after the snapshot with
-inputs frozen; the label is the set of positions that step t + d commits, and the tokens that the run ends with. The
-loss of an example, in nats, is the cross-entropy of inclusion over the masked positions plus that of the token over
-those whose final token is a candidate: in full where the next step commits it, a fifth elsewhere. The loop is that of
+For a stale snapshot of step t and a depth d ≥ 1, the virtual state is the one that step t + d saw, its inputs those of
+the snapshot (the examples of ``token_examples``, steps that complete a block among them). The loss of an example in
+nats is the sum of three: minus the log probability of the set that step t + d committed; the cross-entropy of the
+tokens it committed, the mean over them; and, weighted, that of the target's own distribution there, the mean over the
+positions still masked. The last one teaches most: what a threshold decoder commits follows from those distributions.
+Training ends early, and the best model is kept, by the first two. The loop is that of
 :mod:`~dlmgrid.workers.drafting.training_loop`; prompts are held out as for the order model.
 
 ``refit`` trains the input layer alone: that is how a drafter moves to another target.
 
-Legend: E examples, P snapshots, L block length, H hidden size.
+Legend: B examples of a batch, L block length, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlmgrid.workers.decoding.commit_rules import CommitRule
 from dlmgrid.workers.decoding.state import MASKED
-from dlmgrid.workers.drafting.order_model import path_features, stale_features
-from dlmgrid.workers.drafting.set_model import NUM_RESCORED, SetModel
-from dlmgrid.workers.drafting.stale_roots import root_steps, stale_inputs, steps_left
+from dlmgrid.workers.drafting.set_distribution import SetDistribution
+from dlmgrid.workers.drafting.set_model import SetModel
+from dlmgrid.workers.drafting.token_examples import TokenExamples, load_token_examples
+from dlmgrid.workers.drafting.token_model import path_of
+from dlmgrid.workers.drafting.token_training import fresh_shares, placed
 from dlmgrid.workers.drafting.training_loop import (
     Progress,
     TrainSettings,
@@ -33,121 +38,77 @@ from dlmgrid.workers.drafting.training_loop import (
     probe,
     weighted_mean,
 )
-from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.trajectories.replay import ReplayBatch
-from dlmgrid.workers.trajectories.trajectory import Trajectory
 
 MAX_DEPTH = 12
-TOKEN_WEIGHT_ELSEWHERE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetTrainSettings(TrainSettings):
     """The settings of a training, with the defaults of a set model."""
 
-    batch_size: int = 128
+    steps: int = 3000
+    batch_size: int = 512
     learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    warmup: int = 100
     depth_scale: float = 4.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetExamples:
-    """All examples of some runs; the first seven tensors have a row a snapshot, the others one an example.
-
-    ``features`` fp32 [P, L, 72]; ``hidden`` fp32 [P, L, H]; ``token_ids`` int64 and ``probabilities`` fp32 [P, L, 8];
-    ``masked`` bool [P, L]; ``roots`` and ``final`` int32 [P, L]; ``snapshot`` int64 [E]; ``states`` int32 [E, L];
-    ``labels`` bool [E, L]; ``depths`` int64 [E].
-    """
-
-    features: Tensor
-    hidden: Tensor
-    token_ids: Tensor
-    probabilities: Tensor
-    masked: Tensor
-    roots: Tensor
-    final: Tensor
-    snapshot: Tensor
-    states: Tensor
-    labels: Tensor
-    depths: Tensor
-
-    @property
-    def num_examples(self) -> int:
-        return int(self.depths.shape[0])
+    evaluate_every: int = 200
+    dropout: float = 0.1
+    fresh_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetEvaluation:
-    """On held-out prompts: the weighted loss in nats; the share of next steps whose set of positions was proposed
-    exactly; of the tokens that the next step commits, the share that the model and the stale argmax predict, by
-    depth."""
+    """On held-out prompts: the weighted loss in nats (set and tokens), and shares, over all and by depth. Each has a
+    twin with ``stale_`` before its name, the same for the stale distributions taken as fresh.
+
+    ``sets``: of next steps, the likeliest set of positions is the one committed; ``states``: its likeliest tokens
+    too, so that the likeliest next state is the right one. ``positions``: of the positions masked, in the set or not
+    as predicted; ``tokens``: of the positions committed, the likeliest token is the one committed.
+    """
 
     loss: float
-    exact_sets: float
-    token_hits: dict[int, float]
-    stale_hits: dict[int, float]
+    shares: dict[str, float]
+    by_depth: dict[str, dict[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedSets:
-    """The best model, its evaluation, the step it is of, and the steps taken."""
+    """The best model, its evaluation, the step it is of, steps taken, and (step, held-out loss) of each evaluation."""
 
     model: SetModel
     evaluation: SetEvaluation
     best_step: int
     steps_taken: int
+    curve: tuple[tuple[int, float], ...]
 
 
-def make_set_examples(runs: Sequence[Trajectory]) -> SetExamples:
-    """Every snapshot and depth of runs loaded with their hidden states. Raises InputError for none."""
-    parts = [part for run in runs if (part := _examples_of(run)) is not None]
-    if not parts:
-        raise InputError("the recorded runs hold no step to learn from: their blocks take one step")
-    offset = 0
-    columns: dict[str, list[Tensor]] = {name: [] for name in SetExamples.__dataclass_fields__}
-    for part in parts:
-        for name, values in columns.items():
-            column = getattr(part, name)
-            values.append(column + offset if name == "snapshot" else column)
-        offset += part.masked.shape[0]
-    return SetExamples(**{name: torch.cat(values) for name, values in columns.items()})
+def load_set_examples(
+    path: Path, *, hidden: bool, say: Callable[[str], None] = print
+) -> tuple[TokenExamples, TokenExamples]:
+    """The examples of a recorded folder (or file), of training and of held-out items; see
+    :func:`~dlmgrid.workers.drafting.token_examples.load_token_examples`."""
+    training, held_out = load_token_examples(path, hidden=hidden, complete=True, say=say)
+    return _shallow(training), _shallow(held_out)
 
 
-def _examples_of(run: Trajectory) -> SetExamples | None:
-    steps, left = root_steps(run), steps_left(run)
-    if not steps.numel():
-        return None
-    labels = torch.zeros(run.states.shape, dtype=torch.bool)
-    for step, commits in enumerate(run.commits):
-        labels[step, [position for position, _ in commits]] = True
-    counts = left[steps].clamp_max(MAX_DEPTH)
-    snapshot = torch.arange(steps.numel()).repeat_interleave(counts)
-    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    depths = torch.arange(snapshot.numel()) - starts + 1
-    at = steps[snapshot] + depths - 1
-    batch = ReplayBatch([run])
-    snapshots = stale_inputs(batch, steps).snapshots
-    assert snapshots.hidden is not None, "runs must be loaded with their hidden states"
-    return SetExamples(
-        features=stale_features(snapshots),
-        hidden=snapshots.hidden,
-        token_ids=snapshots.token_ids[..., :NUM_RESCORED],
-        probabilities=snapshots.probabilities[..., :NUM_RESCORED],
-        masked=snapshots.masked,
-        roots=run.states[steps],
-        final=batch.final_tokens[steps],
-        snapshot=snapshot,
-        states=run.states[at],
-        labels=labels[at],
-        depths=depths,
+def _shallow(examples: TokenExamples) -> TokenExamples:
+    """The examples of depths that matter: a deeper one would weigh nothing and take its place in a batch."""
+    kept = examples.depths <= MAX_DEPTH
+    return replace(
+        examples,
+        snapshots=examples.snapshots[kept],
+        at=examples.at[kept],
+        depths=examples.depths[kept],
     )
 
 
 def train_sets(
     model: SetModel,
-    training: SetExamples,
-    held_out: SetExamples,
+    training: TokenExamples,
+    held_out: TokenExamples,
     settings: SetTrainSettings,
+    rule: CommitRule,
     *,
     refit: bool = False,
     state: Path | None = None,
@@ -157,99 +118,144 @@ def train_sets(
     """Train ``model`` in place, with ``refit`` its input layer alone; the best weights are left in it.
 
     Args:
+        rule: of the decoder that was recorded; it has a level.
         state: a file that holds the training's state after every evaluation; an existing one is resumed.
+        device: computes; it also holds the examples where they fit into two thirds of what is free there.
 
     Raises:
         InputError: ``state`` is of another training.
     """
-    examples = (training.states, training.labels, training.features, training.hidden)
-    data = fingerprint((*examples, *model.state_dict().values()))
-    model.to(device)
-    progress = Progress(model, settings, model.input_layer() if refit else None)
+    target = torch.device(device)
+    examples = (training.states, training.at, training.log_probabilities[::64].contiguous())
+    data = fingerprint((*examples, *model.state_dict().values())) + f" {rule.name} {rule.level} {refit}"
+    training, held_out = (placed(part, target) for part in (training, held_out))
     probed = probe(held_out.num_examples)
+    with torch.random.fork_rng(devices=[target] if target.type == "cuda" else []):
+        model.to(target)
+        progress = Progress(model, settings, model.input_layer() if refit else None)
 
-    def evaluate() -> tuple[float, str]:
-        found = evaluate_sets(model, held_out, settings, which=probed, device=device)
-        return found.loss, f"exact sets {found.exact_sets:.3f}"
+        def losses(which: Tensor) -> Tensor:
+            torch.manual_seed(settings.seed * 1_000_003 + progress.step)  # dropout: the same after a resume
+            found = _look(model, training, which, rule, target)
+            return found.set + found.token + settings.fresh_weight * found.fresh
 
-    progress.run(
-        lambda which: _losses(model, training, which, device)[0],
-        training.depths,
-        evaluate,
-        state=state,
-        data=data,
-        say=say,
-    )
-    evaluation = evaluate_sets(model, held_out, settings, device=device)
+        def evaluate() -> tuple[float, str]:
+            found = evaluate_sets(model, held_out, settings, rule, which=probed, device=device)
+            return found.loss, summary_of(found)
+
+        progress.run(losses, training.depths, evaluate, state=state, data=data, say=say)
     return TrainedSets(
-        model=model, evaluation=evaluation, best_step=progress.best_step, steps_taken=progress.step
+        model=model,
+        evaluation=evaluate_sets(model, held_out, settings, rule, device=device),
+        best_step=progress.best_step,
+        steps_taken=progress.step,
+        curve=tuple(progress.curve),
     )
 
 
-def _losses(
-    model: SetModel, examples: SetExamples, which: Tensor, device: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss fp32 [B] of each example in nats, the proposed sets bool [B, L], and the index of the likeliest
-    candidate int64 [B, L]."""
-    row, states = examples.snapshot[which], examples.states[which]
-    masked, roots = examples.masked[row], examples.roots[row]
-    path = path_features(masked, roots, states[:, None])[:, 0]
-    features = torch.cat((examples.features[row], path), dim=-1).to(device)
-    filled = torch.where(masked, states, MASKED).long().to(device)
-    token_ids = examples.token_ids[row].to(device)
-    logits, log_p = model(
-        features,
-        examples.hidden[row].to(device),
-        token_ids,
-        examples.probabilities[row].to(device),
-        filled,
-        masked.to(device),
+class _Found(NamedTuple):
+    """Of B examples: the three losses fp32 [B]; of the likeliest set, and of the stale one, the positions bool [B, L]
+    and whether their tokens are right; the positions committed and those masked."""
+
+    set: Tensor
+    token: Tensor
+    fresh: Tensor
+    likeliest: Tensor
+    is_token: Tensor
+    stale: Tensor
+    is_stale_token: Tensor
+    labels: Tensor
+    masked: Tensor
+
+
+def _look(
+    model: SetModel, examples: TokenExamples, which: Tensor, rule: CommitRule, device: torch.device
+) -> _Found:
+    assert rule.level is not None
+    index = which.to(examples.states.device)
+    stale_step, at = examples.snapshots[index], examples.at[index]
+    snapshots = examples.steps(stale_step, device)
+    states, following = examples.states[at].to(device), examples.following[at].to(device)
+    roots = examples.following[stale_step].to(device)
+    path = path_of(snapshots, roots, states[:, None], snapshots.probabilities.dtype)[:, 0]
+    stale = model.read(snapshots)
+    found = model(stale, path, states.long())
+    masked = states == MASKED
+    labels = masked & (following != MASKED)
+
+    log_top = found.log_fresh[..., :-1].amax(dim=-1)
+    passing = model.passing(found.offset, log_top, rule.level)
+    sets = SetDistribution.of(passing, found.scores, rule.eligible(masked))
+    set_loss = -sets.log_probability(labels[:, None]).squeeze(1)
+    is_token = stale.token_ids == following[..., None]
+    is_token = torch.cat((is_token, ~is_token.any(dim=-1, keepdim=True)), dim=-1)
+    per_token = -torch.where(is_token, found.log_committed, 0.0).sum(dim=-1)
+    token_loss = torch.where(labels, per_token, 0.0).sum(dim=-1) / labels.sum(dim=-1)
+    fresh = fresh_shares(examples, at, stale.token_ids, device)
+    per_position = -(fresh * found.log_fresh).sum(dim=-1)
+    fresh_loss = torch.where(masked, per_position, 0.0).sum(dim=-1) / masked.sum(dim=-1)
+
+    choice = found.log_committed[..., :-1].argmax(dim=-1, keepdim=True)
+    stale_top = torch.where(masked, snapshots.probabilities[..., 0], 0.0)
+    return _Found(
+        set=set_loss,
+        token=token_loss,
+        fresh=fresh_loss,
+        likeliest=sets.likeliest(),
+        is_token=is_token[..., :-1].gather(-1, choice).squeeze(-1),
+        stale=rule.select(masked, stale_top),
+        is_stale_token=is_token[..., 0],
+        labels=labels,
+        masked=masked,
     )
-    still = (masked & (states == MASKED)).to(device)
-    labels = examples.labels[which].to(device)
-    inclusion = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none")
-    is_token = token_ids == examples.final[row].to(device)[..., None]
-    token_loss = -torch.where(is_token, log_p, -torch.inf).logsumexp(dim=-1)
-    weight = torch.where(labels, 1.0, TOKEN_WEIGHT_ELSEWHERE) * is_token.any(dim=-1)
-    token_loss = torch.where(is_token.any(dim=-1) & still, token_loss, 0.0) * weight
-    loss = torch.where(still, inclusion, 0.0).sum(dim=-1) + token_loss.sum(dim=-1)
-    proposed = still & (logits >= 0)
-    best = torch.where(still, logits, -torch.inf).argmax(dim=-1, keepdim=True)
-    alone = torch.zeros_like(proposed).scatter(1, best, True)
-    proposed = torch.where(proposed.any(dim=-1, keepdim=True), proposed, alone)
-    return loss, proposed, log_p.argmax(dim=-1)
 
 
 @torch.no_grad()
 def evaluate_sets(
     model: SetModel,
-    examples: SetExamples,
+    examples: TokenExamples,
     settings: SetTrainSettings,
+    rule: CommitRule,
     *,
     which: Tensor | None = None,
     device: str = "cpu",
 ) -> SetEvaluation:
-    """Loss, proposed sets and tokens over the examples ``which`` (int64 [B]; all for None)."""
+    """Loss and shares over the examples ``which`` (int64 [B]; all for None)."""
     model.eval()
     which = torch.arange(examples.num_examples) if which is None else which
-    losses, exact, hits, stale, at = [], [], [], [], []
-    for some in which.split(4 * settings.batch_size):
-        loss, proposed, best = (part.cpu() for part in _losses(model, examples, some, device))
-        labels, row = examples.labels[some], examples.snapshot[some]
-        final = examples.final[row].long()
-        losses.append(loss.double())
-        exact.append((proposed == labels).all(dim=-1))
-        found = examples.token_ids[row].gather(-1, best[..., None]).squeeze(-1) == final
-        hits.append(found[labels])
-        stale.append((examples.token_ids[row][..., 0] == final)[labels])
-        at.append(examples.depths[some][:, None].expand(labels.shape)[labels])
-    depth = torch.cat(at)
+    target = torch.device(device)
+    parts = [_look(model, examples, some, rule, target) for some in which.split(4 * settings.batch_size)]
+    found = _Found(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+    depths = examples.depths[which]
+    of_position = depths[:, None].expand(found.labels.shape)
+    shares: dict[str, float] = {}
+    by_depth: dict[str, dict[int, float]] = {}
+    for prefix, sets, is_token in (
+        ("", found.likeliest, found.is_token),
+        ("stale_", found.stale, found.is_stale_token),
+    ):
+        is_set = (sets == found.labels).all(dim=-1)
+        hits = {
+            "sets": (is_set, depths),
+            "states": (is_set & (is_token | ~found.labels).all(dim=-1), depths),
+            "positions": ((sets == found.labels)[found.masked], of_position[found.masked]),
+            "tokens": (is_token[found.labels], of_position[found.labels]),
+        }
+        for name, (hit, group) in hits.items():
+            shares[prefix + name] = float(hit.double().mean())
+            by_depth[prefix + name] = means_by(hit, group)
     return SetEvaluation(
-        loss=weighted_mean(torch.cat(losses), examples.depths[which], settings.depth_scale),
-        exact_sets=float(torch.cat(exact).double().mean()),
-        token_hits=means_by(torch.cat(hits), depth),
-        stale_hits=means_by(torch.cat(stale), depth),
+        loss=weighted_mean((found.set + found.token).double(), depths, settings.depth_scale),
+        shares=shares,
+        by_depth=by_depth,
     )
+
+
+def summary_of(found: SetEvaluation, depth: int | None = None) -> str:
+    """The shares of an evaluation, in all or at one depth, in words; in brackets the stale ones."""
+    own = found.shares if depth is None else {name: part[depth] for name, part in found.by_depth.items()}
+    names = ("sets", "states", "positions", "tokens")
+    return ", ".join(f"{name} {own[name]:.3f} ({own[f'stale_{name}']:.3f})" for name in names)
 
 
 def set_card(
@@ -265,8 +271,11 @@ def set_card(
         "steps_taken": trained.steps_taken,
         "held_out": {
             "loss": round(found.loss, 4),
-            "exact_sets": round(found.exact_sets, 4),
-            "token_hits": {str(depth): round(share, 4) for depth, share in found.token_hits.items()},
-            "stale_hits": {str(depth): round(share, 4) for depth, share in found.stale_hits.items()},
+            **{name: round(share, 4) for name, share in found.shares.items()},
+            **{
+                f"{name}_by_depth": {str(depth): round(share, 4) for depth, share in shares.items()}
+                for name, shares in found.by_depth.items()
+            },
         },
+        "held_out_loss_by_step": [[step, round(loss, 4)] for step, loss in trained.curve],
     }

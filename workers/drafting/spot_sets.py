@@ -14,97 +14,104 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlmgrid.kernels.logits import NUM_CANDIDATES
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
-from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs, perturbed_scores
-from dlmgrid.workers.drafting.order_model import path_features, stale_features
+from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
+from dlmgrid.workers.drafting.placed_model import PlacedTokens
 from dlmgrid.workers.drafting.set_checkpoint import load_set_model
+from dlmgrid.workers.drafting.set_distribution import SetDistribution
 from dlmgrid.workers.drafting.set_growth import SetPrediction, grow_sets
-from dlmgrid.workers.drafting.set_model import NUM_RESCORED, SetModel
+from dlmgrid.workers.drafting.set_model import SetModel, SetScores
+from dlmgrid.workers.drafting.spot_tokens import LikeliestTokens, LocalTokens, TokenReader, likeliest_tokens
+from dlmgrid.workers.drafting.token_model import Stale, path_of
 
 
 class SetDrafter:
     """The D states of largest mass under a set model; with ``min_log_mass`` only those of at least that log mass.
 
-    The model is held in fp64 so that packing changes no tree.
+    Args:
+        model: it is held in fp64, so that what else is packed changes no tree.
     """
-
-    reads_hidden = True
 
     def __init__(self, model: SetModel, *, min_log_mass: float = -torch.inf) -> None:
         self._model = model.double().eval()
         self._min_log_mass = min_log_mass
-        self._device: torch.device | None = None
+        self._placed: PlacedTokens | None = None
+        self.reads_hidden = model.shape.hidden_size > 0
 
     def place(self, device: torch.device, setting: object = None) -> str:
-        """Grow trees on ``device``, whatever device the states are on and whatever ``setting`` is known of the drafts;
-        sums there may differ by rounding. Returns where trees grow."""
-        self._device = device
-        return "device: a network of this size is computed there only"
+        """Compute the network on ``device``, whatever device the states are on and whatever ``setting`` is known of the
+        drafts; sums there may differ by rounding. Returns where trees grow."""
+        self._placed = PlacedTokens(self._model, device)
+        return "host: the set model reads tokens, its network alone is computed on the device"
 
+    @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
-        device = self._device or inputs.roots.device
-        if device != inputs.roots.device:
-            placed = tree.to(device)
-            self._grow(inputs.to(device), placed)
-            tree.take(placed)
-        else:
-            self._grow(inputs, tree)
+        if tree.budget == 0:
+            return
+        reader = self._placed or LocalTokens(self._model.to(inputs.roots.device))
+        stale = reader.read(inputs.snapshots)
 
-    def _grow(self, inputs: DraftInputs, tree: DraftTree) -> None:
-        model = self._model.to(inputs.roots.device)
-
-        def propose(states: Tensor, commit_counts: Tensor) -> SetPrediction:
-            return predict_sets(model, inputs, states, commit_counts)
+        def propose(states: Tensor, commit_counts: Tensor, is_asked: Tensor) -> SetPrediction:
+            return predict_sets(self._model, reader, inputs, stale, states, commit_counts, is_asked)
 
         grow_sets(inputs, tree, propose, min_log_mass=self._min_log_mass)
 
 
-@torch.inference_mode()
 def predict_sets(
-    model: SetModel, inputs: DraftInputs, states: Tensor, commit_counts: Tensor
+    model: SetModel,
+    reader: TokenReader,
+    inputs: DraftInputs,
+    stale: Stale,
+    states: Tensor,
+    commit_counts: Tensor,
+    is_asked: Tensor,
 ) -> SetPrediction:
-    """What the model predicts for states int32 [S, W, L] with commit counts int64 [S, W]. Samples without a valid
-    snapshot hold no meaning."""
-    snapshots = inputs.snapshots
-    assert snapshots.hidden is not None, "the snapshots hold no hidden states"
-    num_samples, width, length = states.shape
-    snapshot_masked = snapshots.masked
-    stale = stale_features(snapshots)[:, None].expand(-1, width, -1, -1)
-    features = torch.cat((stale, path_features(snapshot_masked, inputs.roots, states)), dim=-1)
+    """What ``model``, read by ``reader``, predicts for states int32 [S, W, L] with commit counts int64 [S, W].
 
-    def flat(values: Tensor) -> Tensor:
-        """[S, …] of a snapshot, as [S · W, …]."""
-        return values[:, None].expand(-1, width, *values.shape[1:]).reshape(-1, *values.shape[1:])
-
-    dtype = model.from_hidden.weight.dtype
-    drafted = torch.where(snapshot_masked[:, None], states, MASKED).reshape(-1, length).long()
-    logits, log_rescored = model(
-        features.reshape(-1, length, features.shape[-1]).to(dtype),
-        flat(snapshots.hidden).to(dtype),
-        flat(snapshots.token_ids[..., :NUM_RESCORED]),
-        flat(snapshots.probabilities[..., :NUM_RESCORED]).to(dtype),
-        drafted,
-        flat(snapshot_masked | ~snapshots.is_valid[:, None]),
-    )
-    log_p = snapshots.probabilities.double().log()[:, None].expand(-1, width, -1, -1).clone()
-    log_p[..., :NUM_RESCORED] = log_rescored.view(num_samples, width, length, NUM_RESCORED).double()
-    scores = log_p
+    Only states that ``is_asked`` (bool [S, W]) are computed. At T > 0 a position passes by the probability of the
+    token that the noise picks, as the decoder has it.
+    """
+    rule = inputs.rule
+    assert rule.level is not None, f"the decoder {rule.name} has no level that confidences pass"
+    sample, which = is_asked.nonzero(as_tuple=True)
+    path = path_of(inputs.snapshots, inputs.roots, states, torch.float64)[sample, which]
+    found = SetScores(*reader(stale, sample, path, states[sample, which].long()))
+    tokens = likeliest_tokens(inputs, stale, commit_counts, is_asked, found.log_fresh, found.log_committed)
     if inputs.temperature > 0:
-        scores = perturbed_scores(inputs, commit_counts, log_p)
-    two = scores.sort(dim=-1, descending=True, stable=True).indices[..., :2]
-    shape = (num_samples, width, length, NUM_CANDIDATES)
-    tokens = snapshots.token_ids[:, None].expand(shape).gather(-1, two).to(torch.int32)
-    probabilities = log_p.gather(-1, two).exp()
+        log_confidence = _log_confidence(inputs, tokens)[sample, which]
+    else:
+        log_confidence = found.log_fresh[..., :-1].amax(dim=-1)
+
+    def whole(values: Tensor) -> Tensor:
+        """fp64 [S, W, L] from [B, L]."""
+        out = torch.zeros(states.shape, dtype=torch.float64, device=states.device)
+        out[sample, which] = values
+        return out
+
+    among = rule.eligible(states == MASKED) & is_asked[..., None]
+    passing = whole(model.passing(found.offset, log_confidence, rule.level))
     return SetPrediction(
-        inclusion=logits.view(num_samples, width, length).double().sigmoid(),
-        first=tokens[..., 0],
-        second=tokens[..., 1],
-        first_probability=probabilities[..., 0],
-        second_probability=probabilities[..., 1],
+        sets=SetDistribution.of(passing, whole(found.scores), among),
+        first=tokens.first,
+        second=tokens.second,
+        first_probability=tokens.first_probability,
+        second_probability=tokens.second_probability,
     )
+
+
+def _log_confidence(inputs: DraftInputs, tokens: LikeliestTokens) -> Tensor:
+    """log of the confidence fp64 [S, W, L] that the decoder will give each first token, under the predicted
+    distribution; beyond the stale candidates it is taken to be the stale one."""
+    temperature = inputs.temperature
+    if inputs.rule.confidence != "tempered":
+        return tokens.log_first
+    snapshots = inputs.snapshots
+    stale = (snapshots.probabilities.double().log() / temperature).exp().sum(dim=-1)
+    others = (snapshots.log_tempered_mass.double().exp() - stale).clamp_min(0)
+    mass = (tokens.log_fresh / temperature).exp().sum(dim=-1) + others[:, None]
+    return (tokens.log_first / temperature - mass.clamp_min(1e-30).log()).clamp_max(0)
 
 
 def build(checkpoint: Path) -> Drafter:

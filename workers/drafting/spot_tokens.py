@@ -11,7 +11,7 @@ Legend: S samples, W states of each, B states that are asked about, L block leng
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,37 +22,37 @@ from dlmgrid.workers.drafting.drafter import DraftInputs, Prediction, perturbed_
 from dlmgrid.workers.drafting.growth import grow
 from dlmgrid.workers.drafting.order_model import masked_log_softmax
 from dlmgrid.workers.drafting.placed_model import PlacedTokens
-from dlmgrid.workers.drafting.token_model import Stale, TokenModel, TokenScores, path_of
+from dlmgrid.workers.drafting.token_model import Stale, TokenEncoder, TokenModel, TokenScores, path_of
 
 HEDGE_BELOW = 1.0
 _STATES_AT_ONCE = 32  # on a CPU: what fits its caches
 
 
 class TokenReader(Protocol):
-    """A token model, here or on another device."""
+    """A model that reads tokens, here or on another device."""
 
     def read(self, snapshots: Snapshots) -> Stale: ...
 
-    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
-        """Scores of states int64 [B, L] drafted from the rows ``sample`` of ``stale``."""
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """What the model gives for states int64 [B, L] drafted from the rows ``sample`` of ``stale``."""
 
 
 class LocalTokens:
-    """A token model on the device of the states."""
+    """A model that reads tokens, on the device of the states."""
 
-    def __init__(self, model: TokenModel) -> None:
+    def __init__(self, model: TokenEncoder) -> None:
         self._model = model
 
     def read(self, snapshots: Snapshots) -> Stale:
-        """As :meth:`TokenModel.read`."""
+        """As :meth:`TokenEncoder.read`."""
         return self._model.read(snapshots)
 
-    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> TokenScores:
-        """As :meth:`TokenModel.forward`; on a CPU a few states at a time."""
+    def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """What the model's ``forward`` gives; on a CPU a few states at a time."""
         size = max(1, states.shape[0]) if states.is_cuda else _STATES_AT_ONCE
         chunks = zip(sample.split(size), path.split(size), states.split(size), strict=True)
         parts = [self._model(stale.rows(rows), *chunk) for rows, *chunk in chunks]
-        return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 class TokenDrafter:
@@ -114,10 +114,50 @@ def predict_tokens(
 
     Only states that ``is_asked`` (bool [S, W]) are computed; what is said of the others holds no meaning.
     """
+    sample, which = is_asked.nonzero(as_tuple=True)
+    path = path_of(inputs.snapshots, inputs.roots, states, torch.float64)[sample, which]
+    found = TokenScores(*reader(stale, sample, path, states[sample, which].long()))
+    tokens = likeliest_tokens(inputs, stale, commit_counts, is_asked, found.log_fresh, found.log_committed)
+    confidence = tokens.log_first.exp()
+    positions = torch.zeros(states.shape, dtype=torch.float64, device=states.device)
+    positions[sample, which] = found.scores
+    prediction = Prediction(
+        first=tokens.first,
+        second=tokens.second,
+        confidence=confidence.float(),
+        unrounded_confidence=confidence,
+        first_probability=tokens.first_probability,
+        second_probability=tokens.second_probability,
+        position_scores=positions,
+    )
+    return rated(inputs, commit_counts, prediction)
+
+
+class LikeliestTokens(NamedTuple):
+    """``first`` and ``second`` int32 [S, W, L], the likeliest tokens to be committed (perturbed at T > 0), and their
+    probabilities fp64; ``log_fresh`` fp64 [S, W, L, 32], the predicted distribution over the stale candidates, and
+    ``log_first`` [S, W, L], that of ``first`` in it."""
+
+    first: Tensor
+    second: Tensor
+    first_probability: Tensor
+    second_probability: Tensor
+    log_fresh: Tensor
+    log_first: Tensor
+
+
+def likeliest_tokens(
+    inputs: DraftInputs,
+    stale: Stale,
+    commit_counts: Tensor,
+    is_asked: Tensor,
+    log_fresh: Tensor,
+    log_committed: Tensor,
+) -> LikeliestTokens:
+    """The tokens of states with commit counts int64 [S, W], from what a model gives for those that ``is_asked`` (bool
+    [S, W], B of them), both [B, L, K + 1]; what is said of the others holds no meaning."""
     snapshots = inputs.snapshots
     sample, which = is_asked.nonzero(as_tuple=True)
-    path = path_of(snapshots, inputs.roots, states, torch.float64)[sample, which]
-    found = reader(stale, sample, path, states[sample, which].long())
     stale_log = snapshots.probabilities.double().log()
     num_scored = stale.token_ids.shape[-1]
     of_rest = torch.cat((snapshots.probabilities[..., num_scored:], snapshots.tail_mass[..., None]), dim=-1)
@@ -126,34 +166,28 @@ def predict_tokens(
 
     def whole(log_p: Tensor) -> Tensor:
         """log probabilities fp64 [S, W, L, 32] from those of the scored ones and of none of them, [B, L, K + 1]."""
-        shape = (*states.shape, stale_log.shape[-1])
-        out = torch.full(shape, -torch.inf, dtype=torch.float64, device=states.device)
+        shape = (*is_asked.shape, *stale_log.shape[1:])
+        out = torch.full(shape, -torch.inf, dtype=torch.float64, device=is_asked.device)
         out[sample, which] = torch.cat((log_p[..., :-1], rest[sample] + log_p[..., -1:]), dim=-1)
         return out
 
-    log_fresh = whole(found.log_fresh)
+    fresh = whole(log_fresh)
     if inputs.temperature > 0:
-        log_p = log_fresh
+        log_p = fresh
         # Present states come first: the others take their count, so that the noise of one count is drawn once.
         counts = torch.where(is_asked, commit_counts, commit_counts[:, :1])
         is_shared = bool((counts == counts[:, :1]).all())
         scores = perturbed_scores(inputs, counts[:, :1] if is_shared else counts, log_p)
     else:
-        scores = log_p = whole(found.log_committed)
+        scores = log_p = whole(log_committed)
     two = scores.topk(2, dim=-1).indices
-    token_ids = snapshots.token_ids[:, None].expand(scores.shape)
-    tokens = token_ids.gather(-1, two).to(torch.int32)
+    tokens = snapshots.token_ids[:, None].expand(scores.shape).gather(-1, two).to(torch.int32)
     probabilities = log_p.gather(-1, two).exp()
-    confidence = log_fresh.gather(-1, two[..., :1]).squeeze(-1).exp()
-    positions = torch.zeros(states.shape, dtype=torch.float64, device=states.device)
-    positions[sample, which] = found.scores
-    prediction = Prediction(
+    return LikeliestTokens(
         first=tokens[..., 0],
         second=tokens[..., 1],
-        confidence=confidence.float(),
-        unrounded_confidence=confidence,
         first_probability=probabilities[..., 0],
         second_probability=probabilities[..., 1],
-        position_scores=positions,
+        log_fresh=fresh,
+        log_first=fresh.gather(-1, two[..., :1]).squeeze(-1),
     )
-    return rated(inputs, commit_counts, prediction)

@@ -40,13 +40,15 @@ class TokenExamples:
     """Recorded steps, and which of them are examples.
 
     Attributes:
-        states: int32 [N, L], what each step saw; token_ids: int32 and log_probabilities: fp16 [N, L, 32], floored at
-            -20; entropy, tail_mass: fp32 [N, L]; hidden: bf16 [N, L, H] or None. Zero where not masked.
+        states, following: int32 [N, L], what each step saw and what it left; token_ids: int32 and log_probabilities:
+            fp16 [N, L, 32], floored at -20; entropy, tail_mass: fp32 [N, L]; hidden: bf16 [N, L, H] or None. Zero
+            where not masked.
         snapshots, at: int64 [E], the stale step and the one that sees the virtual state; depths: int64 [E], always on
             the CPU.
     """
 
     states: Tensor
+    following: Tensor
     token_ids: Tensor
     log_probabilities: Tensor
     entropy: Tensor
@@ -101,9 +103,10 @@ class _Part:
 
 
 def load_token_examples(
-    path: Path, *, hidden: bool, say: Callable[[str], None] = print
+    path: Path, *, hidden: bool, complete: bool = False, say: Callable[[str], None] = print
 ) -> tuple[TokenExamples, TokenExamples]:
-    """The examples of a recorded folder (or file): of training and of held-out items, one in ten.
+    """The examples of a recorded folder (or file): of training and of held-out items, one in ten. With ``complete``
+    steps that complete a block are examples too.
 
     Raises:
         InputError: nothing is recorded, hidden states are asked for and were not, blocks differ in length, one of the
@@ -119,13 +122,13 @@ def load_token_examples(
             f"{len(groups[1])} held-out runs; record more items (one in ten is held out)"
         )
     say(f"reading {len(places)} recorded generations")
-    training, held_out = (_load(group, hidden=hidden) for group in groups)
+    training, held_out = (_load(group, hidden=hidden, complete=complete) for group in groups)
     if training.states.shape[1] != held_out.states.shape[1]:
         raise InputError("the recorded runs have blocks of several lengths; a model is trained on one")
     return training, held_out
 
 
-def _load(places: Sequence[Place], *, hidden: bool) -> TokenExamples:
+def _load(places: Sequence[Place], *, hidden: bool, complete: bool) -> TokenExamples:
     records = ("hidden",) if hidden else ()
     parts: list[list[_Part]] = []
     num_steps = 0
@@ -143,9 +146,10 @@ def _load(places: Sequence[Place], *, hidden: bool) -> TokenExamples:
     def read(of_file: Sequence[_Part]) -> list[tuple[Tensor, Tensor, Tensor]]:
         path = of_file[0].place.path
         file = open_trajectories(path)
+        runs = (load_generation(path, file, part.place.group, records=records) for part in of_file)
         return [
-            _keep(load_generation(path, file, part.place.group, records=records), examples, part.first)
-            for part in of_file
+            _keep(run, examples, part.first, complete=complete)
+            for run, part in zip(runs, of_file, strict=True)
         ]
 
     with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -161,6 +165,7 @@ def _empty(num_steps: int, length: int, hidden_size: int | None) -> TokenExample
     shape = (num_steps, length)
     return TokenExamples(
         states=torch.full(shape, MASKED, dtype=torch.int32),
+        following=torch.full(shape, MASKED, dtype=torch.int32),
         token_ids=torch.zeros((*shape, NUM_CANDIDATES), dtype=torch.int32),
         log_probabilities=torch.zeros((*shape, NUM_CANDIDATES), dtype=torch.float16),
         entropy=torch.zeros(shape),
@@ -172,13 +177,20 @@ def _empty(num_steps: int, length: int, hidden_size: int | None) -> TokenExample
     )
 
 
-def _keep(run: Trajectory, examples: TokenExamples, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def _keep(
+    run: Trajectory, examples: TokenExamples, first: int, *, complete: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Write the steps of a run behind ``first``; returns snapshots, steps and depths of its examples."""
     if run.block_length != examples.states.shape[1]:
         found = sorted({run.block_length, examples.states.shape[1]})
         raise InputError(f"the recorded runs have blocks of {found} tokens; a model is trained on one length")
     own = slice(first, first + run.num_steps)
     examples.states[own] = run.states
+    commits = [(step, *commit) for step, some in enumerate(run.commits) for commit in some]
+    at_step, positions, tokens = torch.tensor(commits).view(-1, 3).T
+    following = run.states.clone()
+    following[at_step, positions] = tokens.to(torch.int32)
+    examples.following[own] = following
     examples.token_ids[own] = run.token_ids.to(torch.int32)
     examples.log_probabilities[own] = run.probabilities.log().clamp_min(_LOG_FLOOR).half()
     examples.entropy[own] = run.entropy
@@ -187,7 +199,7 @@ def _keep(run: Trajectory, examples: TokenExamples, first: int) -> tuple[Tensor,
         assert run.hidden is not None
         examples.hidden[own] = run.hidden.bfloat16()
     steps = root_steps(run)
-    counts = (steps_left(run)[steps] - 1).clamp(max=MAX_DEPTH)
+    counts = (steps_left(run)[steps] - int(not complete)).clamp(max=MAX_DEPTH)
     snapshot = (steps - 1).repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     depths = torch.arange(snapshot.numel()) - starts + 1

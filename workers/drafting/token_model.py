@@ -19,6 +19,7 @@ Legend: S samples, B states, L block length, H hidden size of the target, K = 16
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,16 @@ class TokenScores(NamedTuple):
     log_committed: Tensor
 
 
+class Judged(NamedTuple):
+    """What the heads of a position read: ``read`` [B, L, width + K + 3]; ``log_odds`` [B, L] of the likeliest fresh
+    token; ``log_fresh`` and ``log_committed`` as in :class:`TokenScores`."""
+
+    read: Tensor
+    log_odds: Tensor
+    log_fresh: Tensor
+    log_committed: Tensor
+
+
 class CandidateScores(nn.Module):
     """What a position's state adds to the scores of its candidates, and of none of them; nothing before training."""
 
@@ -94,16 +105,19 @@ class CandidateScores(nn.Module):
             nn.init.zeros_(part.weight)
             nn.init.zeros_(part.bias)
 
-    def forward(self, x: Tensor, embedded: Tensor, matches: Tensor) -> Tensor:
-        """[B, L, K + 1] of x [B, L, width], embedded [B, L, K, T], matches [B, L, K, 8]."""
-        by_token = (embedded @ self.query(x)[..., None]).squeeze(-1) / embedded.shape[-1] ** 0.5
+    def forward(
+        self, x: Tensor, embedded: Tensor, matches: Tensor, asked: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """[B, L, K + 1] of x [B, L, width], embedded [B, L, K, T], matches [B, L, K, 8]; see
+        :meth:`TokenEncoder.asked`."""
+        by_token = (embedded @ asked(self.query(x))[..., None]).squeeze(-1) / embedded.shape[-1] ** 0.5
         by_match = (matches @ self.by_match(x)[..., None]).squeeze(-1)
         scores: Tensor = self.by_rank(x) + nn.functional.pad(by_token + by_match, (0, 1))
         return scores
 
 
-class TokenModel(nn.Module):
-    """The encoder with its heads; ``dropout`` acts in training only."""
+class TokenEncoder(nn.Module):
+    """The encoder, and the two distributions of every position; ``dropout`` acts in training only."""
 
     def __init__(self, shape: TokenShape, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -127,10 +141,21 @@ class TokenModel(nn.Module):
         self.sharpen = nn.Linear(width, 1)
         nn.init.zeros_(self.sharpen.weight)
         nn.init.zeros_(self.sharpen.bias)
-        self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
-        self.head = nn.Sequential(
-            nn.Linear(width + shape.num_candidates + 3, width), nn.ReLU(), nn.Linear(width, 1)
+
+    def new_head(self) -> nn.Sequential:
+        """One number a position, from :attr:`Judged.read`."""
+        width = self.shape.width
+        return nn.Sequential(
+            nn.Linear(width + self.shape.num_candidates + 3, width), nn.ReLU(), nn.Linear(width, 1)
         )
+
+    def turned(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [..., T] as the encoder takes them: as they are."""
+        return embeddings
+
+    def asked(self, queries: Tensor) -> Tensor:
+        """What queries [..., T] of turned embeddings are for embeddings as they are."""
+        return queries
 
     def read(self, snapshots: Snapshots) -> Stale:
         """What the network takes from snapshots (S rows), once for all states drafted from them.
@@ -177,15 +202,15 @@ class TokenModel(nn.Module):
             known=~masked,
         )
 
-    def forward(self, stale: Stale, path: Tensor, states: Tensor) -> TokenScores:
-        """Scores of B states.
+    def judge(self, stale: Stale, path: Tensor, states: Tensor) -> Judged:
+        """What heads read of B states.
 
         Args:
             stale: a row a state; path: [B, L, 2], :func:`~dlmgrid.workers.drafting.order_model.path_features`.
             states: int64 [B, L], -1 where masked.
         """
         masked = states == MASKED
-        own = torch.where(masked[..., None], stale.mixed, self.table[states.clamp_min(0)])
+        own = self.turned(torch.where(masked[..., None], stale.mixed, self.table[states.clamp_min(0)]))
         around = torch.cat((own, shifted(own, -1, 0), shifted(own, 1, 0)), dim=-1)
         kind = torch.where(stale.known, 2, (~masked).long())
         x = stale.base + self.from_path(path) + self.from_tokens(self.dropout(around)) + self.kind(kind)
@@ -196,13 +221,18 @@ class TokenModel(nn.Module):
         for layer in self.layers:
             x = layer(x, bias)
         matches = self._matches(stale, states)
-        log_fresh = (stale.log_probabilities + self.fresh(x, stale.embedded, matches)).log_softmax(dim=-1)
-        sharp = log_fresh * (1 + self.sharpen(x)) + self.committed(x, stale.embedded, matches)
+        given = (stale.embedded, matches, self.asked)
+        log_fresh = (stale.log_probabilities + self.fresh(x, *given)).log_softmax(dim=-1)
+        sharp = log_fresh * (1 + self.sharpen(x)) + self.committed(x, *given)
         top = log_fresh[..., :-1].amax(dim=-1, keepdim=True)
         doubt = (-torch.expm1(top)).clamp_min(_LEAST).log()
         read = torch.cat((log_fresh.clamp_min(-20.0), top, doubt), dim=-1) / _SCALE
-        scores = self.head(torch.cat((x, read), dim=-1)) + self.by_confidence * (top - doubt)
-        return TokenScores(scores.squeeze(-1), log_fresh, sharp.log_softmax(dim=-1))
+        return Judged(
+            read=torch.cat((x, read), dim=-1),
+            log_odds=(top - doubt).squeeze(-1),
+            log_fresh=log_fresh,
+            log_committed=sharp.log_softmax(dim=-1),
+        )
 
     @staticmethod
     def _matches(stale: Stale, states: Tensor) -> Tensor:
@@ -212,6 +242,21 @@ class TokenModel(nn.Module):
         held = torch.stack([stale.token_ids == near for near in tokens], dim=-1)
         is_open = torch.stack([near == MASKED for near in tokens], dim=-1)
         return torch.cat((held.to(stale.near.dtype), torch.where(is_open, stale.near, 0.0)), dim=-1)
+
+
+class TokenModel(TokenEncoder):
+    """The order model: the encoder and the scores of positions."""
+
+    def __init__(self, shape: TokenShape, *, dropout: float = 0.0) -> None:
+        super().__init__(shape, dropout=dropout)
+        self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
+        self.head = self.new_head()
+
+    def forward(self, stale: Stale, path: Tensor, states: Tensor) -> TokenScores:
+        """Scores of B states; arguments as of :meth:`judge`."""
+        judged = self.judge(stale, path, states)
+        scores = self.head(judged.read).squeeze(-1) + self.by_confidence * judged.log_odds
+        return TokenScores(scores, judged.log_fresh, judged.log_committed)
 
 
 def shifted(values: Tensor, offset: int, beyond: float) -> Tensor:

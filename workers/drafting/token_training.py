@@ -99,7 +99,7 @@ def train_tokens(
     target = torch.device(device)
     examples = (training.states, training.at, training.log_probabilities[::64].contiguous(), table)
     data = fingerprint(examples) + f" {asdict(shape)}"
-    training, held_out = (_placed(part, target) for part in (training, held_out))
+    training, held_out = (placed(part, target) for part in (training, held_out))
     probed = probe(held_out.num_examples)
     with torch.random.fork_rng(devices=[target] if target.type == "cuda" else []):
         torch.manual_seed(settings.seed)
@@ -127,7 +127,7 @@ def train_tokens(
     )
 
 
-def _placed(examples: TokenExamples, device: torch.device) -> TokenExamples:
+def placed(examples: TokenExamples, device: torch.device) -> TokenExamples:
     """The examples on the device where they fit; else they stay on the host and every batch is sent."""
     if device.type != "cuda" or examples.num_bytes > torch.cuda.mem_get_info(device)[0] * 2 // 3:
         return examples
@@ -156,9 +156,7 @@ def _look(model: TokenModel, examples: TokenExamples, which: Tensor, device: tor
     stale_step, at = examples.snapshots[index], examples.at[index]
     snapshots = examples.steps(stale_step, device)
     states = examples.states[at].to(device)
-    following = examples.states[at + 1].to(
-        device
-    )  # of the same block: a step that completes one is no example
+    following = examples.following[at].to(device)
     roots = examples.states[stale_step + 1].to(device)
     path = path_of(snapshots, roots, states[:, None], snapshots.probabilities.dtype)[:, 0]
     stale = model.read(snapshots)
@@ -174,7 +172,7 @@ def _look(model: TokenModel, examples: TokenExamples, which: Tensor, device: tor
     per_token = -torch.where(is_token, found.log_committed, 0.0).sum(dim=-1)
     token = torch.where(labels, per_token, 0.0).sum(dim=-1) / count
 
-    fresh = _fresh_shares(examples, at, stale.token_ids, device)
+    fresh = fresh_shares(examples, at, stale.token_ids, device)
     per_position = -(fresh * found.log_fresh).sum(dim=-1)
     fresh_loss = torch.where(masked, per_position, 0.0).sum(dim=-1) / masked.sum(dim=-1)
 
@@ -196,7 +194,7 @@ def _look(model: TokenModel, examples: TokenExamples, which: Tensor, device: tor
     )
 
 
-def _fresh_shares(examples: TokenExamples, at: Tensor, token_ids: Tensor, device: torch.device) -> Tensor:
+def fresh_shares(examples: TokenExamples, at: Tensor, token_ids: Tensor, device: torch.device) -> Tensor:
     """fp32 [B, L, K + 1]: the target's probabilities at the steps ``at`` of candidates ``token_ids``, and of none."""
     fresh: Snapshots = examples.steps(at, device, with_hidden=False)
     same = fresh.token_ids[..., None, :] == token_ids[..., None]

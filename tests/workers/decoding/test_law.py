@@ -69,11 +69,12 @@ def random_order() -> Drafter:
 
 
 def random_sets() -> Drafter:
-    """A set model with random weights; the rows of the tiny target are its logits of 3 tokens."""
+    """A set model with random weights and heads; the rows of the tiny target are its logits of 3 tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = SetModel(SetShape(hidden_size=3, vocab_size=36, width=16, num_layers=1))
-        model.table.normal_()
+        model = SetModel(SetShape(hidden_size=3, vocab_size=36, width=16, num_layers=1, table_width=16))
+        for part in (model.table, *model.head.parameters(), *model.pass_head.parameters()):
+            torch.nn.init.normal_(part)
     return SetDrafter(model)
 
 
