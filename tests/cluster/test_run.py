@@ -66,7 +66,8 @@ def test_a_run_stores_each_key_once_a_second_computes_nothing_a_larger_grid_only
     assert load(out).complete
     record = run_record(out)
     assert (record["status"], record["exit_code"]) == ("done", 0)
-    assert {actor["name"] for actor in record["actors"]} == {"actor-0", "actor-1"}
+    names = {actor["name"] for actor in record["actors"]}
+    assert names and names <= {"actor-0", "actor-1"}  # on a busy machine one may do all of it
     assert all(actor["environment"]["OMP_NUM_THREADS"] == "1" for actor in record["actors"])
 
     before = modification_times(out)
