@@ -245,6 +245,17 @@ def _fold_fields(method: MethodEntry) -> dict[str, Any]:
     }
 
 
+def _check_taus(grid: Grid, model: Model) -> None:
+    """Raises InputError for a fold whose list of thresholds is not one a layer of the model."""
+    for method in grid.methods:
+        count = 0 if method.fold is None else len(method.fold.values)
+        if count > 1 and count != model.shape.num_hidden_layers:
+            raise InputError(
+                f"method {method.name!r}: fold: tau has {count} values, model {model.entry.path!r} has "
+                f"{model.shape.num_hidden_layers} layers; give one number, or one a layer"
+            )
+
+
 def make_cells(
     grid: Grid, models: list[Model], questions: list[Questions], fingerprints: Mapping[str, str], inputs: Path
 ) -> list[CellWork]:
@@ -260,6 +271,8 @@ def make_cells(
                 check_canvas_kernels(grid, model.shape)
                 for decoder in grid.decoder:
                     check_canvas(model.entry, model.shape, decoder, asked.gen_length)
+    for model in models:
+        _check_taus(grid, model)
     works: dict[str, CellWork] = {}
     drafters = [find_drafters(method) for method in grid.methods]
     for model in models:

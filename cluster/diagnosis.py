@@ -76,6 +76,7 @@ def diagnose(*, data: str | None = None, out: Path | None = None) -> list[Findin
     return [
         *check_python(),
         *check_links(Path(dlmgrid.__file__).parent),
+        *check_shadow(Path.cwd()),
         *check_packages(),
         *check_ray(),
         *check_devices(),
@@ -108,6 +109,24 @@ def check_links(package: Path) -> Iterator[Finding]:
         )
     else:
         yield Finding(level=Level.OK, subject="dlmgrid", state=f"{dlmgrid.__version__} at {package}")
+
+
+def shadowing_folder(current: Path) -> Path | None:
+    """The folder ``dlmgrid`` in ``current`` that worker processes would import in place of the package: a clone of this
+    repository seen from the folder around it."""
+    folder = current / "dlmgrid"
+    return folder if folder.is_dir() and not (folder / "__init__.py").exists() else None
+
+
+def check_shadow(current: Path) -> Iterator[Finding]:
+    """Nothing in the current folder may hide the package."""
+    if (folder := shadowing_folder(current)) is not None:
+        yield Finding(
+            level=Level.FAIL,
+            subject="folder",
+            state=f"{folder} hides the package dlmgrid from processes started here",
+            remedy="call dlmgrid from another folder, best from within the clone",
+        )
 
 
 def check_packages() -> Iterator[Finding]:

@@ -192,6 +192,7 @@ class _RecordedShape:
     stop: str
     confidence: str
     max_position_embeddings: int = 2**31 - 1
+    num_hidden_layers: int = 0  # a replay takes no fold
 
     @property
     def seeds_next_block(self) -> bool:

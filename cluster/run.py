@@ -30,6 +30,7 @@ from dlmgrid.cluster.cells import (
     naming,
 )
 from dlmgrid.cluster.connect import Connection, connect, num_slots
+from dlmgrid.cluster.diagnosis import shadowing_folder
 from dlmgrid.cluster.driver import UNIT_RUNNER, Driver, WorkersUnavailableError, fingerprint_weights
 from dlmgrid.cluster.fingerprints import FingerprintCache, resolve_fingerprints
 from dlmgrid.cluster.grid import Grid, GridFile
@@ -120,6 +121,11 @@ def run_grid(request: RunRequest) -> ExitCode:
     """Run a grid into a folder. Raises InputError for bad input; every other end is a code and a run
     record."""
     out = check_out(request.out)
+    if (folder := shadowing_folder(Path.cwd())) is not None:
+        raise InputError(
+            f"{folder} hides the package dlmgrid from actors started here; call dlmgrid from another folder, best "
+            "from within the clone"
+        )
     asked = look_up(
         request.grid.grid,
         request.sources,

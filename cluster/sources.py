@@ -62,6 +62,9 @@ class ModelShape(Protocol):
     def max_position_embeddings(self) -> int: ...
 
     @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
     def seeds_next_block(self) -> bool: ...
 
     @property

@@ -33,6 +33,10 @@ def command(
 ) -> int:
     """Replay the methods of a grid on recorded runs: forwards, acceptance, drafted nodes and rows, exactly."""
     out = check_out(out)
+    if device != "cpu":  # torch is loaded only where it is asked
+        from dlmgrid.workers.runtime import check_device
+
+        device = check_device(device)
     recorded = read_recorded(trajectories)
     works = plan_replay(
         read_grid(grid).grid,

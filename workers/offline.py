@@ -13,10 +13,13 @@ Exit codes: 0 done, 1 rows hold an error, 2 bad input, 4 rows that must equal th
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.errors import DlmgridError, InputError, TransientError
@@ -181,6 +184,10 @@ def _refuse_other_units(folder: Path, units: Sequence[WorkUnit], path: Path) -> 
 
 
 def _decode(units: Sequence[WorkUnit], say: Callable[[str], None]) -> Decoded:
+    if (
+        "OMP_NUM_THREADS" not in os.environ
+    ):  # as an actor has it; threads beside busy ones wait for one another
+        torch.set_num_threads(1)
     runners: dict[str, UnitRunner] = {}
     num_errors = num_inexact = 0
     for number, unit in enumerate(units, 1):

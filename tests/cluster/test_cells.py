@@ -181,6 +181,10 @@ def test_the_longer_of_two_entries_of_one_benchmark_counts(
             "gen_length 513 of benchmark 'letters' is more than the 512 positions of model",
         ),
         (
+            {"methods": [{"name": "ssd", "budgets": [2], "fold": {"tau": [0.1, 0.2, 0.3]}}]},
+            "method 'ssd': fold: tau has 3 values, model .* has 4 layers; give one number, or one a layer",
+        ),
+        (
             {"benchmarks": [{"name": "letters", "num_fewshot": 1}]},
             "num_fewshot 1 is more than the 0 examples",
         ),

@@ -18,8 +18,10 @@ from dlmgrid.cluster.diagnosis import (
     check_packages,
     check_python,
     check_ray,
+    check_shadow,
     judge_version,
     kernel_findings,
+    shadowing_folder,
 )
 
 
@@ -37,6 +39,14 @@ def test_a_checkout_without_its_links_says_how_to_get_them_back(tmp_path: Path) 
     assert finding.state.endswith("has lost its links to jobs")
     assert "core.symlinks" in finding.remedy
     assert [finding.level for finding in check_links(Path(dlmgrid.__file__).parent)] == [Level.OK]
+
+
+def test_a_folder_around_a_clone_is_no_place_to_call_from(tmp_path: Path) -> None:
+    assert list(check_shadow(tmp_path)) == []
+    (tmp_path / "dlmgrid" / "dlmgrid").mkdir(parents=True)
+    (finding,) = check_shadow(tmp_path)
+    assert finding.level is Level.FAIL and "another folder" in finding.remedy
+    assert shadowing_folder(Path(dlmgrid.__file__).resolve().parent.parent) is None
 
 
 @pytest.mark.parametrize(

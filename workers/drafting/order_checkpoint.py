@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.partial_files import partial_path, write_whole
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dlmgrid.workers.drafting.order_model import OrderModel
     from dlmgrid.workers.drafting.token_model import TokenModel
@@ -130,6 +131,15 @@ def _save(path: Path, model: nn.Module, header: dict[str, Any], card: dict[str, 
     return fingerprint
 
 
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError for a drafter's tensor that holds NaN or infinity: it would draft nothing, and say nothing."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise InputError(
+                f"{path}: tensor {name} holds NaN or infinity; the file is damaged, train it again"
+            )
+
+
 def load_order_model(path: Path) -> OrderModel | TokenModel:
     """The model of a checked file, fp32; of which kind, the file says. Raises InputError as
     :func:`read_order_checkpoint`, or for other weights."""
@@ -139,9 +149,11 @@ def load_order_model(path: Path) -> OrderModel | TokenModel:
     from dlmgrid.workers.drafting.token_model import TokenModel, TokenShape
 
     found = read_order_checkpoint(path)
+    tensors = load_file(str(path))
+    check_finite(path, tensors)
     try:
         model = TokenModel(TokenShape(**found.shape)) if found.reads_tokens else OrderModel()
-        model.load_state_dict(load_file(str(path)))
+        model.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise InputError(
             f"order model {path}: its weights do not fit this version; train it again"

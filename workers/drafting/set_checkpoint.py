@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlmgrid.workers.drafting.order_checkpoint import check_finite
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.partial_files import partial_path, write_whole
 
@@ -97,9 +98,11 @@ def load_set_model(path: Path) -> SetModel:
     from dlmgrid.workers.drafting.set_model import SetModel, SetShape
 
     found = read_set_checkpoint(path)
+    tensors = load_file(str(path))
+    check_finite(path, tensors)
     try:
         model = SetModel(SetShape(**found.shape))
-        model.load_state_dict(load_file(str(path)))
+        model.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"set model {path}: its weights do not fit this version; train it again") from error
     return model

@@ -129,10 +129,14 @@ def _read_header(path: Path) -> list[TensorEntry]:
     return entries
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises InputError for a missing file and for anything else in it."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
         raise InputError(f"{path}: file is missing; a checkpoint folder needs it") from error
     except (ValueError, OSError, RecursionError) as error:

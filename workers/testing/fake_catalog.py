@@ -77,6 +77,7 @@ class FakeShape:
     block_length: int
     max_position_embeddings: int
     family: str = "fake"
+    num_hidden_layers: int = 4
     seeds_next_block: bool = False
     caches: tuple[str, ...] = ("block",)
     stop: str = "eos"

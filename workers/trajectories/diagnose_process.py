@@ -9,6 +9,7 @@ from typing import Any
 from dlmgrid import __version__
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import DlmgridError
+from dlmgrid.workers.parent_watch import end_with_parent
 from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.tables import DIAGNOSES, to_table, write_table
 from dlmgrid.workers.trajectories.diagnosis import Diagnosis
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("trajectories", type=Path, metavar="TRAJ")
     parser.add_argument("out", type=Path, metavar="OUT")
     arguments = parser.parse_args()
+    end_with_parent()
     try:
         table = to_table(DIAGNOSES, diagnosis_rows(arguments.trajectories))
     except DlmgridError as error:

@@ -26,6 +26,7 @@ from dlmgrid.workers.drafting.drafter import Drafter, place
 from dlmgrid.workers.drafting.order_model import ScoreMemo
 from dlmgrid.workers.drafting.spot import SpotDrafter
 from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.workers.parent_watch import end_with_parent
 from dlmgrid.workers.partial_files import partial_path
 from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
@@ -166,9 +167,14 @@ def run_parts(parts: Sequence[Part], num_processes: int) -> list[list[dict[Key, 
         return [replay_part(part) for part in parts]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        min(num_processes, len(parts)), mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+        min(num_processes, len(parts)), mp_context=context, initializer=_begin_part_process
     ) as pool:
         return list(pool.map(replay_part, parts))
+
+
+def _begin_part_process() -> None:
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def join_rows(
@@ -266,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path, metavar="PLAN")
     arguments = parser.parse_args()
+    end_with_parent()
     try:
         run_plan(ReplayPlan.read(arguments.plan))
     except DlmgridError as error:

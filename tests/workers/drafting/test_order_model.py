@@ -268,3 +268,13 @@ def test_the_shipped_model_is_small_whole_and_of_the_shipped_target() -> None:
     assert set(card["trained_on"]["items"]) == {"words_train", "functions_train"}
     assert card["held_out"]["accuracy"] > card["held_out"]["stale"]
     assert sum(p.numel() for p in load_order_model(path).parameters()) == 621_057
+
+
+def test_a_damaged_file_is_refused_and_does_not_draft_nothing(tmp_path: Path) -> None:
+    model = OrderModel()
+    with torch.no_grad():
+        model.layers[1].up.weight[3, 4] = torch.nan
+    path = tmp_path / "order.safetensors"
+    save_order_model(path, model, {})
+    with pytest.raises(InputError, match=r"tensor layers\.1\.up\.weight holds NaN or infinity"):
+        load_order_model(path)

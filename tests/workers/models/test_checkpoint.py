@@ -158,7 +158,9 @@ def test_missing_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", "\xff", "[" * 100_000], ids=["cut", "no-object", "no-utf8", "nested"]
+    "text",
+    ["{", "[1]", "\xff", "[" * 100_000, '{"rope_theta": Infinity}', '{"rms_norm_eps": NaN}'],
+    ids=["cut", "no-object", "no-utf8", "nested", "infinite", "no-number"],
 )
 def test_bad_json(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text, encoding="latin-1")
