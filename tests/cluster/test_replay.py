@@ -375,5 +375,5 @@ def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(
     store = Store(out)
     refuse_unrecorded(store, works)
     run_units(store, plan_chains(works, store, UnitSettings(run_id="test", device="cpu")))
-    with pytest.raises(InputError, match="were not recorded; choose another --out"):
+    with pytest.raises(InputError, match="they were not recorded, or their file is gone"):
         refuse_unrecorded(store, works)

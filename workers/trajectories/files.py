@@ -97,7 +97,7 @@ def open_trajectories(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
-            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record it again"
+            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record again into a new folder"
         ) from error
     check_schema(str(path), file, TRAJECTORIES)
     return file
@@ -143,7 +143,8 @@ def read_generation(
         return file.read_row_group(group, columns=columns).combine_chunks()
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
-            f"{path}: damaged at generation {group + 1} ({' '.join(str(error).split())}); record it again"
+            f"{path}: damaged at generation {group + 1} ({' '.join(str(error).split())}); record again into a new "
+            "folder"
         ) from error
 
 

@@ -125,7 +125,8 @@ def _trajectory(path: Path, table: pa.Table, records: Sequence[str]) -> Trajecto
     num_steps, block_length = row["num_steps"], row["block_length"]
     if table["step"].to_pylist() != list(range(num_steps)):
         raise InputError(
-            f"{path}: item {row['item_id']!r} has {table.num_rows} of its {num_steps} steps; record it again"
+            f"{path}: item {row['item_id']!r} has {table.num_rows} of its {num_steps} steps; record again "
+            "into a new folder"
         )
     states = torch.from_numpy(_values(table, "state").reshape(num_steps, block_length).copy())
     masked = states == MASKED
