@@ -333,8 +333,8 @@ def refuse_unrecorded(store: Store, works: Sequence[CellWork], records: Sequence
             path = store.trajectories / f"{shard.unit_key}.parquet"
             if has_rows and not path.exists():
                 raise InputError(
-                    f"{store.out} holds draft-free rows of this grid whose steps are not there (they were not recorded, or "
-                    "their file is gone); choose another --out"
+                    f"{store.out} holds draft-free rows of this grid whose steps are not there (they were not "
+                    "recorded, or their file is gone); choose another --out"
                 )
             if has_rows:
                 wanted_columns(path, open_trajectories(path), records)
