@@ -47,7 +47,7 @@ from dlmgrid.workers.run_folder import (
 )
 from dlmgrid.workers.shard import RejectedShardError, Shard, read_shard
 from dlmgrid.workers.tables import GENERATIONS, read_table, write_table
-from dlmgrid.workers.trajectories.files import has_draft_free_rows, is_recorded
+from dlmgrid.workers.trajectories.files import has_draft_free_rows, is_recorded, open_trajectories
 from dlmgrid.workers.trajectories.planned import add_planned
 from dlmgrid.workers.units import Key, UnitResult, WorkUnit
 
@@ -97,8 +97,8 @@ class Store:
         """Read the manifest and hold every file it names against its size and SHA-256.
 
         A file that is gone or changed is dropped, so that its keys run again, and a torn last line is left out;
-        ``repair`` writes both down and moves changed files to ``damaged/``. Raises InputError for a manifest
-        that is damaged elsewhere.
+        ``repair`` writes both down and moves changed files to ``damaged/``; in a folder of recorded runs it does so
+        with rows whose steps are gone or unreadable. Raises InputError for a manifest that is damaged elsewhere.
         """
         manifest = read_manifest(self.out)
         self._inputs, self._num_torn = manifest.inputs, manifest.num_torn
@@ -115,12 +115,15 @@ class Store:
             )
         dropped = []
         for shard in manifest.shards.values():
-            if fault := shard_fault(self.out, shard):
+            fault = shard_fault(self.out, shard)
+            if not fault and repair and self.is_recording:
+                fault = self._steps_fault(shard)
+            if fault:
                 path = self.path_of(shard.unit_key)
                 say(f"generations/{path.name} {fault}: its {len(shard.keys)} keys run again")
-                if repair and path.exists():
-                    (self.out / "damaged").mkdir(exist_ok=True)
-                    path.replace(self.out / "damaged" / path.name)
+                if repair:
+                    self._put_aside(path, path.name)
+                    self._put_aside(self.trajectories / path.name, f"steps-{path.name}")
                 dropped.append(shard.unit_key)
                 self._forget(shard.unit_key)
         for file in manifest.inputs.values():
@@ -128,6 +131,24 @@ class Store:
                 say(f"inputs/{file.name} {fault}: run writes it again if the data source has not changed")
         if dropped and repair:
             self._append(json.dumps({"dropped": unit_key}) + "\n" for unit_key in dropped)
+
+    def _steps_fault(self, shard: Shard) -> str:
+        """What is wrong with the recorded steps of a file of draft-free rows, in words; "" for nothing."""
+        path = self.trajectories / f"{shard.unit_key}.parquet"
+        if len(shard.failed) == len(shard.keys) or not has_draft_free_rows(self.path_of(shard.unit_key)):
+            return ""
+        if not path.exists():
+            return "has lost its steps in trajectories/"
+        try:
+            open_trajectories(path)
+        except InputError:
+            return "has damaged steps in trajectories/"
+        return ""
+
+    def _put_aside(self, path: Path, name: str) -> None:
+        if path.exists():
+            (self.out / "damaged").mkdir(exist_ok=True)
+            path.replace(self.out / "damaged" / name)
 
     def load_staged(self, records: Sequence[str] | None = None) -> None:
         """Take the whole files that a run would adopt as stored, where they are, those of ``staging/`` and those of

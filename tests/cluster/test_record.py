@@ -10,6 +10,7 @@ from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.run import ExitCode, RunRequest, run_grid
 from dlmgrid.cluster.sources import installed_sources
 from dlmgrid.cluster.store import load
+from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.trajectory import load_trajectories
 
 GRID = """
@@ -49,3 +50,23 @@ def test_the_draft_free_cells_are_recorded_and_the_same_command_resumes(tmp_path
         row = rows[trajectory.settings["cell_key"]]
         assert trajectory.num_steps == row["nfe_denoise"]
         assert [token for commits in trajectory.commits for _, token in commits] == row["commit_tokens"]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_rows_whose_steps_are_damaged_or_gone_are_recorded_again_by_the_same_command(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert record(tmp_path, [0]) is ExitCode.DONE
+    (file,) = (out / "trajectories").iterdir()
+    whole = [trajectory.commits for trajectory in load_trajectories(out)]
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(InputError, match="not a whole trajectory file"):
+        list(load_trajectories(out))
+    assert record(tmp_path, [0]) is ExitCode.DONE
+    assert [trajectory.commits for trajectory in load_trajectories(out)] == whole
+    assert sorted(path.name for path in (out / "damaged").iterdir()) == [file.name, f"steps-{file.name}"]
+
+    (again,) = (out / "trajectories").iterdir()
+    again.unlink()
+    assert record(tmp_path, [0]) is ExitCode.DONE
+    assert [trajectory.commits for trajectory in load_trajectories(out)] == whole
+    assert load(out).complete

@@ -70,7 +70,7 @@ def trajectory_files(path: Path) -> list[Path]:
             files.append(file)
         elif has_draft_free_rows(generations):
             raise InputError(
-                f"{file} is missing, so its unit has no trajectories; record again into a new folder"
+                f"{file} is missing, so its unit has no trajectories; record again, with the same command"
             )
     if not files:
         raise InputError(f"{path} holds no finished trajectories; run dlmgrid record GRID --out {path} again")
@@ -97,7 +97,7 @@ def open_trajectories(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
-            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record again into a new folder"
+            f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record again, with the same command"
         ) from error
     check_schema(str(path), file, TRAJECTORIES)
     return file
