@@ -113,9 +113,13 @@ def check_links(package: Path) -> Iterator[Finding]:
 
 def shadowing_folder(current: Path) -> Path | None:
     """The folder ``dlmgrid`` in ``current`` that worker processes would import in place of the package: a clone of this
-    repository seen from the folder around it."""
+    repository seen from the folder around it. Only an editable installation can be hidden so: a package that an entry
+    of the path holds comes before a folder that is none."""
     folder = current / "dlmgrid"
-    return folder if folder.is_dir() and not (folder / "__init__.py").exists() else None
+    package = Path(dlmgrid.__file__).resolve().parent
+    is_on_path = any((Path(entry or ".") / "dlmgrid").resolve() == package for entry in sys.path)
+    is_package = (folder / "__init__.py").exists()
+    return folder if folder.is_dir() and not is_package and not is_on_path else None
 
 
 def check_shadow(current: Path) -> Iterator[Finding]:

@@ -69,6 +69,12 @@ def build_drafter(method: str, given: Mapping[str, Mapping[str, Any]]) -> Drafte
     return drafter
 
 
+def not_run(method: str) -> Row:
+    """The row of a method whose settings were not given."""
+    needs = ", ".join(METHODS[method].needs)
+    return {"method": method, "not_run": f"needs {needs}; give --drafters {method}=FILE"}
+
+
 def decode_rows(
     engine: Engine, budgets: Sequence[int], prompts: Sequence[Prompt], gen_length: int,
     given: Mapping[str, Mapping[str, Any]], repeats: int = 10,
@@ -81,8 +87,7 @@ def decode_rows(
     }
     for method in DECODED:
         if build_drafter(method, given) is None:
-            needs = ", ".join(METHODS[method].needs)
-            yield {"method": method, "not_run": f"needs {needs}; give --drafters {method}=FILE"}
+            yield not_run(method)
             continue
         for budget in budgets:
             found, seconds = timed_decode(engine, method, budget, prompts, gen_length, 1, given=given)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlmgrid.jobs.bench_decode import build_drafter, num_tokens, same_output, timed_decode
+from dlmgrid.jobs.bench_decode import build_drafter, not_run, num_tokens, same_output, timed_decode
 from dlmgrid.jobs.bench_passes import Row
 from dlmgrid.workers.decoding.decoder import Generation, Prompt
-from dlmgrid.workers.drafting.catalog import METHODS
 from dlmgrid.workers.engine.engine import Engine
 from dlmgrid.workers.folding.fold import FoldSettings
 
@@ -28,8 +27,7 @@ def fold_rows(
     draft_free = num_tokens(serialized) / base
     for method in FOLDED:
         if build_drafter(method, given) is None:
-            needs = ", ".join(METHODS[method].needs)
-            yield {"method": method, "not_run": f"needs {needs}; give --drafters {method}=FILE"}
+            yield not_run(method)
             continue
         for budget in budgets:
             plain, seconds = timed_decode(engine, method, budget, prompts, gen_length, 1, given=given)

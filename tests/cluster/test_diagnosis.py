@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,18 @@ def test_a_checkout_without_its_links_says_how_to_get_them_back(tmp_path: Path) 
     assert [finding.level for finding in check_links(Path(dlmgrid.__file__).parent)] == [Level.OK]
 
 
-def test_a_folder_around_a_clone_is_no_place_to_call_from(tmp_path: Path) -> None:
-    assert list(check_shadow(tmp_path)) == []
+def test_a_folder_around_a_clone_is_no_place_to_call_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(dlmgrid.__file__).resolve().parent.parent
     (tmp_path / "dlmgrid" / "dlmgrid").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(root)])  # not editable: the package comes first
+    assert list(check_shadow(tmp_path)) == []
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "elsewhere")])
+    assert list(check_shadow(tmp_path / "elsewhere")) == []
     (finding,) = check_shadow(tmp_path)
     assert finding.level is Level.FAIL and "another folder" in finding.remedy
-    assert shadowing_folder(Path(dlmgrid.__file__).resolve().parent.parent) is None
+    assert shadowing_folder(root) is None
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_an_order_model_that_reads_tokens_is_trained_for_one_target(
         train_order.command(path, out, tokens=True, hidden=True, **small)
     with pytest.raises(InputError, match="no multiple of 8"):
         train_order.command(path, out, tokens=True, width=12)
-    for foreign in ({"hidden": True}, {"width": 16}, {"dropout": 0.0}):
+    of_tokens: list[dict[str, Any]] = [{"hidden": True}, {"width": 16}, {"dropout": 0.0}]
+    for foreign in of_tokens:
         with pytest.raises(InputError, match="are options of --tokens"):
-            train_order.command(path, out, **foreign)  # type: ignore[arg-type]
+            train_order.command(path, out, **foreign)

@@ -98,6 +98,14 @@ class Snapshots:
         if self.hidden is not None and other.hidden is not None:
             self.hidden[samples] = other.hidden[rows]
 
+    def to(self, device: torch.device, *, with_hidden: bool = True) -> Snapshots:
+        """The snapshots on another device, with their hidden states where they hold any and these are asked for."""
+        hidden = self.hidden if with_hidden else None
+        return Snapshots.of(
+            **{name: getattr(self, name).to(device) for name in (*_PER_POSITION, "is_valid")},
+            hidden=None if hidden is None else hidden.to(device),
+        )
+
     def select(self, samples: Tensor) -> Snapshots:
         """The snapshots of ``samples`` (int64 [A]) as a struct of its own, A rows; of one sample, a view."""
         if samples.numel() == 1:

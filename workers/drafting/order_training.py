@@ -20,6 +20,7 @@ from dlmgrid.workers.drafting.order_examples import OrderExamples
 from dlmgrid.workers.drafting.order_model import OrderModel, masked_log_softmax
 from dlmgrid.workers.drafting.training_loop import (
     Progress,
+    Trained,
     TrainSettings,
     fingerprint,
     means_by,
@@ -43,17 +44,6 @@ class Evaluation:
     stale_by_depth: dict[int, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """The best model, its evaluation, the step it is of, steps taken, and (step, held-out loss) of each evaluation."""
-
-    model: OrderModel
-    evaluation: Evaluation
-    best_step: int
-    steps_taken: int
-    curve: tuple[tuple[int, float], ...]
-
-
 def train_order(
     training: OrderExamples,
     held_out: OrderExamples,
@@ -62,7 +52,7 @@ def train_order(
     state: Path | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = print,
-) -> Trained:
+) -> Trained[OrderModel, Evaluation]:
     """Train an order model.
 
     Args:
@@ -90,13 +80,7 @@ def train_order(
         data=fingerprint((training.states, training.labels, training.features)),
         say=say,
     )
-    return Trained(
-        model=model,
-        evaluation=evaluate_order(model, held_out, settings, device=device),
-        best_step=progress.best_step,
-        steps_taken=progress.step,
-        curve=tuple(progress.curve),
-    )
+    return Trained.of(progress, model, evaluate_order(model, held_out, settings, device=device))
 
 
 def _losses(model: OrderModel, examples: OrderExamples, which: Tensor, device: str) -> tuple[Tensor, Tensor]:
@@ -137,18 +121,8 @@ def evaluate_order(
     )
 
 
-def card_of(trained: Trained, settings: TrainSettings, calibration: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoint says of itself: settings, what it was trained on, held-out accuracy, loss curve."""
-    return {
-        "settings": asdict(settings),
-        "trained_on": calibration,
-        "best_step": trained.best_step,
-        "steps_taken": trained.steps_taken,
-        "held_out": {
-            name: {str(key): round(part, 4) for key, part in value.items()}
-            if isinstance(value, dict)
-            else round(value, 4)
-            for name, value in asdict(trained.evaluation).items()
-        },
-        "held_out_loss_by_step": [[step, round(loss, 4)] for step, loss in trained.curve],
-    }
+def card_of(
+    trained: Trained[OrderModel, Evaluation], settings: TrainSettings, calibration: dict[str, Any]
+) -> dict[str, Any]:
+    """What the checkpoint says of itself; see :meth:`Trained.card`."""
+    return trained.card(settings, calibration, asdict(trained.evaluation))

@@ -91,22 +91,8 @@ class PlacedTokens:
     @torch.inference_mode()
     def read(self, snapshots: Snapshots) -> Stale:
         """As :meth:`TokenEncoder.read`, of snapshots on the CPU; the result stays on the device."""
-        names = (
-            "masked",
-            "token_ids",
-            "probabilities",
-            "entropy",
-            "tail_mass",
-            "log_tempered_mass",
-            "is_valid",
-        )
-        hidden = snapshots.hidden if self._model.shape.hidden_size else None
-        return self._model.read(
-            Snapshots.of(
-                **{name: getattr(snapshots, name).to(self._device) for name in names},
-                hidden=None if hidden is None else hidden.to(self._device),
-            )
-        )
+        reads_hidden = self._model.shape.hidden_size > 0
+        return self._model.read(snapshots.to(self._device, with_hidden=reads_hidden))
 
     @torch.inference_mode()
     def __call__(self, stale: Stale, sample: Tensor, path: Tensor, states: Tensor) -> tuple[Tensor, ...]:

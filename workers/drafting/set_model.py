@@ -57,10 +57,7 @@ class SetModel(TokenEncoder):
         nn.init.zeros_(self.candidate.weight)
         self.by_confidence = nn.Parameter(torch.tensor(0.5))  # of the log odds of the likeliest fresh token
         self.by_lead = nn.Parameter(torch.tensor(1.0))  # of their distance from those of the level
-        self.head, self.pass_head = self.new_head(), self.new_head()
-        for head in (self.head, self.pass_head):
-            nn.init.zeros_(head[-1].weight)  # type: ignore[arg-type]
-            nn.init.zeros_(head[-1].bias)  # type: ignore[arg-type]
+        self.head, self.pass_head = self.new_head(is_zero=True), self.new_head(is_zero=True)
 
     def input_layer(self) -> Iterator[nn.Parameter]:
         """The parameters that belong to the target."""

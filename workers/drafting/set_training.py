@@ -16,7 +16,7 @@ Legend: B examples of a batch, L block length, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from dlmgrid.workers.decoding.commit_rules import CommitRule
-from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.set_distribution import SetDistribution
 from dlmgrid.workers.drafting.set_model import SetModel
 from dlmgrid.workers.drafting.token_examples import TokenExamples, load_token_examples
-from dlmgrid.workers.drafting.token_model import path_of
-from dlmgrid.workers.drafting.token_training import fresh_shares, placed
+from dlmgrid.workers.drafting.token_training import ask, placed
 from dlmgrid.workers.drafting.training_loop import (
     Progress,
+    Shares,
+    Trained,
     TrainSettings,
     fingerprint,
     means_by,
@@ -57,30 +57,12 @@ class SetTrainSettings(TrainSettings):
     fresh_weight: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetEvaluation:
-    """On held-out prompts: the weighted loss in nats (set and tokens), and shares, over all and by depth. Each has a
-    twin with ``stale_`` before its name, the same for the stale distributions taken as fresh.
+TrainedSets = Trained[SetModel, Shares]
+"""``sets``: of next steps, the likeliest set of positions is the one committed; ``states``: its likeliest tokens too,
+so that the likeliest next state is the right one. ``positions``: of the positions masked, in the set or not as
+predicted; ``tokens``: of the positions committed, the likeliest token is the one committed. The loss is that of set and tokens."""
 
-    ``sets``: of next steps, the likeliest set of positions is the one committed; ``states``: its likeliest tokens
-    too, so that the likeliest next state is the right one. ``positions``: of the positions masked, in the set or not
-    as predicted; ``tokens``: of the positions committed, the likeliest token is the one committed.
-    """
-
-    loss: float
-    shares: dict[str, float]
-    by_depth: dict[str, dict[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedSets:
-    """The best model, its evaluation, the step it is of, steps taken, and (step, held-out loss) of each evaluation."""
-
-    model: SetModel
-    evaluation: SetEvaluation
-    best_step: int
-    steps_taken: int
-    curve: tuple[tuple[int, float], ...]
+_WORDS = {name: name for name in ("sets", "states", "positions", "tokens")}
 
 
 def load_set_examples(
@@ -144,13 +126,7 @@ def train_sets(
             return found.loss, summary_of(found)
 
         progress.run(losses, training.depths, evaluate, state=state, data=data, say=say)
-    return TrainedSets(
-        model=model,
-        evaluation=evaluate_sets(model, held_out, settings, rule, device=device),
-        best_step=progress.best_step,
-        steps_taken=progress.step,
-        curve=tuple(progress.curve),
-    )
+    return Trained.of(progress, model, evaluate_sets(model, held_out, settings, rule, device=device))
 
 
 class _Found(NamedTuple):
@@ -172,35 +148,19 @@ def _look(
     model: SetModel, examples: TokenExamples, which: Tensor, rule: CommitRule, device: torch.device
 ) -> _Found:
     assert rule.level is not None
-    index = which.to(examples.states.device)
-    stale_step, at = examples.snapshots[index], examples.at[index]
-    snapshots = examples.steps(stale_step, device)
-    states, following = examples.states[at].to(device), examples.following[at].to(device)
-    roots = examples.following[stale_step].to(device)
-    path = path_of(snapshots, roots, states[:, None], snapshots.probabilities.dtype)[:, 0]
-    stale = model.read(snapshots)
-    found = model(stale, path, states.long())
-    masked = states == MASKED
-    labels = masked & (following != MASKED)
-
+    asked = ask(model, examples, which, device)
+    found = model(asked.stale, asked.path, asked.states)
+    masked, labels, is_token = asked.masked, asked.labels, asked.is_token
     log_top = found.log_fresh[..., :-1].amax(dim=-1)
     passing = model.passing(found.offset, log_top, rule.level)
     sets = SetDistribution.of(passing, found.scores, rule.eligible(masked))
     set_loss = -sets.log_probability(labels[:, None]).squeeze(1)
-    is_token = stale.token_ids == following[..., None]
-    is_token = torch.cat((is_token, ~is_token.any(dim=-1, keepdim=True)), dim=-1)
-    per_token = -torch.where(is_token, found.log_committed, 0.0).sum(dim=-1)
-    token_loss = torch.where(labels, per_token, 0.0).sum(dim=-1) / labels.sum(dim=-1)
-    fresh = fresh_shares(examples, at, stale.token_ids, device)
-    per_position = -(fresh * found.log_fresh).sum(dim=-1)
-    fresh_loss = torch.where(masked, per_position, 0.0).sum(dim=-1) / masked.sum(dim=-1)
-
     choice = found.log_committed[..., :-1].argmax(dim=-1, keepdim=True)
-    stale_top = torch.where(masked, snapshots.probabilities[..., 0], 0.0)
+    stale_top = torch.where(masked, asked.snapshots.probabilities[..., 0], 0.0)
     return _Found(
         set=set_loss,
-        token=token_loss,
-        fresh=fresh_loss,
+        token=asked.token_loss(found.log_committed),
+        fresh=asked.fresh_loss(found.log_fresh),
         likeliest=sets.likeliest(),
         is_token=is_token[..., :-1].gather(-1, choice).squeeze(-1),
         stale=rule.select(masked, stale_top),
@@ -219,7 +179,7 @@ def evaluate_sets(
     *,
     which: Tensor | None = None,
     device: str = "cpu",
-) -> SetEvaluation:
+) -> Shares:
     """Loss and shares over the examples ``which`` (int64 [B]; all for None)."""
     model.eval()
     which = torch.arange(examples.num_examples) if which is None else which
@@ -244,38 +204,20 @@ def evaluate_sets(
         for name, (hit, group) in hits.items():
             shares[prefix + name] = float(hit.double().mean())
             by_depth[prefix + name] = means_by(hit, group)
-    return SetEvaluation(
+    return Shares(
         loss=weighted_mean((found.set + found.token).double(), depths, settings.depth_scale),
         shares=shares,
         by_depth=by_depth,
     )
 
 
-def summary_of(found: SetEvaluation, depth: int | None = None) -> str:
+def summary_of(found: Shares, depth: int | None = None) -> str:
     """The shares of an evaluation, in all or at one depth, in words; in brackets the stale ones."""
-    own = found.shares if depth is None else {name: part[depth] for name, part in found.by_depth.items()}
-    names = ("sets", "states", "positions", "tokens")
-    return ", ".join(f"{name} {own[name]:.3f} ({own[f'stale_{name}']:.3f})" for name in names)
+    return found.summary(_WORDS, depth)
 
 
 def set_card(
     trained: TrainedSets, settings: SetTrainSettings, calibration: dict[str, Any], refit_of: str
 ) -> dict[str, Any]:
-    """What the checkpoint says of itself. ``refit_of`` is the fingerprint of the model that it was fitted from, ""."""
-    found = trained.evaluation
-    return {
-        "settings": asdict(settings),
-        "trained_on": calibration,
-        "refit_of": refit_of,
-        "best_step": trained.best_step,
-        "steps_taken": trained.steps_taken,
-        "held_out": {
-            "loss": round(found.loss, 4),
-            **{name: round(share, 4) for name, share in found.shares.items()},
-            **{
-                f"{name}_by_depth": {str(depth): round(share, 4) for depth, share in shares.items()}
-                for name, shares in found.by_depth.items()
-            },
-        },
-        "held_out_loss_by_step": [[step, round(loss, 4)] for step, loss in trained.curve],
-    }
+    """What the checkpoint says of itself; ``refit_of`` is the fingerprint of the model that it was fitted from, ""."""
+    return trained.card(settings, calibration, trained.evaluation.figures(), refit_of=refit_of)

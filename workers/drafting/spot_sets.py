@@ -17,40 +17,28 @@ from torch import Tensor
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.drafter import Drafter, DraftInputs
-from dlmgrid.workers.drafting.placed_model import PlacedTokens
 from dlmgrid.workers.drafting.set_checkpoint import load_set_model
 from dlmgrid.workers.drafting.set_distribution import SetDistribution
 from dlmgrid.workers.drafting.set_growth import SetPrediction, grow_sets
 from dlmgrid.workers.drafting.set_model import SetModel, SetScores
-from dlmgrid.workers.drafting.spot_tokens import LikeliestTokens, LocalTokens, TokenReader, likeliest_tokens
+from dlmgrid.workers.drafting.spot_tokens import (
+    LikeliestTokens,
+    NetworkDrafter,
+    TokenReader,
+    likeliest_tokens,
+)
 from dlmgrid.workers.drafting.token_model import Stale, path_of
 
 
-class SetDrafter:
-    """The D states of largest mass under a set model; with ``min_log_mass`` only those of at least that log mass.
-
-    Args:
-        model: it is held in fp64, so that what else is packed changes no tree.
-    """
-
-    def __init__(self, model: SetModel, *, min_log_mass: float = -torch.inf) -> None:
-        self._model = model.double().eval()
-        self._min_log_mass = min_log_mass
-        self._placed: PlacedTokens | None = None
-        self.reads_hidden = model.shape.hidden_size > 0
-
-    def place(self, device: torch.device, setting: object = None) -> str:
-        """Compute the network on ``device``, whatever device the states are on and whatever ``setting`` is known of the
-        drafts; sums there may differ by rounding. Returns where trees grow."""
-        self._placed = PlacedTokens(self._model, device)
-        return "host: the set model reads tokens, its network alone is computed on the device"
+class SetDrafter(NetworkDrafter[SetModel]):
+    """The D states of largest mass under a set model."""
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
         if tree.budget == 0:
             return
-        reader = self._placed or LocalTokens(self._model.to(inputs.roots.device))
+        reader = self._reader(inputs.roots.device)
         stale = reader.read(inputs.snapshots)
 
         def propose(states: Tensor, commit_counts: Tensor, is_asked: Tensor) -> SetPrediction:

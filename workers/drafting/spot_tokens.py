@@ -11,7 +11,7 @@ Legend: S samples, W states of each, B states that are asked about, L block leng
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from dlmgrid.workers.drafting.token_model import Stale, TokenEncoder, TokenModel
 
 HEDGE_BELOW = 1.0
 _STATES_AT_ONCE = 32  # on a CPU: what fits its caches
+
+
+Network = TypeVar("Network", bound=TokenEncoder)
 
 
 class TokenReader(Protocol):
@@ -55,31 +58,40 @@ class LocalTokens:
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-class TokenDrafter:
-    """The D states of largest mass under a token model; with ``min_log_mass`` only those of at least that log mass.
+class NetworkDrafter(Generic[Network]):
+    """A drafter of the D states of largest mass under a network that reads tokens, with ``min_log_mass`` only those of
+    at least that log mass.
 
     Args:
         model: it is held in fp64, so that what else is packed changes no tree.
     """
 
-    def __init__(self, model: TokenModel, *, min_log_mass: float = -torch.inf) -> None:
+    def __init__(self, model: Network, *, min_log_mass: float = -torch.inf) -> None:
         self._model = model.double().eval()
         self._min_log_mass = min_log_mass
         self._placed: PlacedTokens | None = None
         self.reads_hidden = model.shape.hidden_size > 0
 
     def place(self, device: torch.device, setting: object = None) -> str:
-        """Compute scores on ``device``, whatever device the states are on and whatever ``setting`` is known of the
-        drafts. Returns where trees grow."""
+        """Compute the network on ``device``, whatever device the states are on and whatever ``setting`` is known of the
+        drafts; sums there may differ by rounding. Returns where trees grow."""
         self._placed = PlacedTokens(self._model, device)
-        return "host: the order model reads tokens, its scores alone are computed on the device"
+        return "host: the network reads tokens, it alone is computed on the device"
+
+    def _reader(self, device: torch.device) -> TokenReader:
+        """The network where it was placed, else on the ``device`` of the states."""
+        return self._placed or LocalTokens(self._model.to(device))
+
+
+class TokenDrafter(NetworkDrafter[TokenModel]):
+    """The D states of largest mass under a token model."""
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, tree: DraftTree) -> None:
         """Fill every tree whose root has a valid snapshot."""
         if tree.budget == 0:
             return
-        reader = self._placed or LocalTokens(self._model.to(inputs.roots.device))
+        reader = self._reader(inputs.roots.device)
         stale = reader.read(inputs.snapshots)
 
         def look(states: Tensor, commit_counts: Tensor, is_asked: Tensor) -> Prediction:

@@ -142,12 +142,14 @@ class TokenEncoder(nn.Module):
         nn.init.zeros_(self.sharpen.weight)
         nn.init.zeros_(self.sharpen.bias)
 
-    def new_head(self) -> nn.Sequential:
-        """One number a position, from :attr:`Judged.read`."""
+    def new_head(self, *, is_zero: bool = False) -> nn.Sequential:
+        """One number a position, from :attr:`Judged.read`; ``is_zero``: 0 before training."""
         width = self.shape.width
-        return nn.Sequential(
-            nn.Linear(width + self.shape.num_candidates + 3, width), nn.ReLU(), nn.Linear(width, 1)
-        )
+        first, last = nn.Linear(width + self.shape.num_candidates + 3, width), nn.Linear(width, 1)
+        if is_zero:
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        return nn.Sequential(first, nn.ReLU(), last)
 
     def turned(self, embeddings: Tensor) -> Tensor:
         """Embeddings [..., T] as the encoder takes them: as they are."""

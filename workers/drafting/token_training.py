@@ -25,9 +25,11 @@ from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting.order_model import masked_log_softmax
 from dlmgrid.workers.drafting.token_examples import TokenExamples
-from dlmgrid.workers.drafting.token_model import TokenModel, TokenShape, path_of
+from dlmgrid.workers.drafting.token_model import Stale, TokenEncoder, TokenModel, TokenShape, path_of
 from dlmgrid.workers.drafting.training_loop import (
     Progress,
+    Shares,
+    Trained,
     TrainSettings,
     fingerprint,
     means_by,
@@ -50,30 +52,13 @@ class TokenTrainSettings(TrainSettings):
     fresh_weight: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenEvaluation:
-    """On held-out prompts: the weighted loss in nats (position and token), and shares of examples, over all and by
-    depth.
+TrainedTokens = Trained[TokenModel, Shares]
+"""``order``: the likeliest position is filled next; ``stale_order``: the one of highest stale confidence is. ``token``:
+of the positions filled next, the likeliest token is the one committed; ``stale_token``: the stale one. ``joint``: the
+likeliest position is next and its token right; ``stale_joint``: the same positions, stale tokens. The loss is that of
+position and token."""
 
-    ``order``: the likeliest position is filled next; ``stale_order``: the one of highest stale confidence is.
-    ``token``: of the positions filled next, the likeliest token is the one committed; ``stale_token``: the stale one.
-    ``joint``: the likeliest position is next and its token right; ``stale_joint``: the same positions, stale tokens.
-    """
-
-    loss: float
-    shares: dict[str, float]
-    by_depth: dict[str, dict[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedTokens:
-    """The best model, its evaluation, the step it is of, steps taken, and (step, held-out loss) of each evaluation."""
-
-    model: TokenModel
-    evaluation: TokenEvaluation
-    best_step: int
-    steps_taken: int
-    curve: tuple[tuple[int, float], ...]
+_WORDS = {"order": "order", "token": "token", "joint": "both"}
 
 
 def train_tokens(
@@ -118,13 +103,7 @@ def train_tokens(
             return found.loss, summary_of(found)
 
         progress.run(losses, training.depths, evaluate, state=state, data=data, say=say)
-    return TrainedTokens(
-        model=model,
-        evaluation=evaluate_tokens(model, held_out, settings, device=device),
-        best_step=progress.best_step,
-        steps_taken=progress.step,
-        curve=tuple(progress.curve),
-    )
+    return Trained.of(progress, model, evaluate_tokens(model, held_out, settings, device=device))
 
 
 def placed(examples: TokenExamples, device: torch.device) -> TokenExamples:
@@ -132,6 +111,64 @@ def placed(examples: TokenExamples, device: torch.device) -> TokenExamples:
     if device.type != "cuda" or examples.num_bytes > torch.cuda.mem_get_info(device)[0] * 2 // 3:
         return examples
     return examples.to(device)
+
+
+class Asked(NamedTuple):
+    """What a network is asked about B examples, and what is right.
+
+    ``snapshots`` B rows and what the network read of them, ``stale``; ``path`` and ``states`` as it takes them; the
+    positions still ``masked`` and those that the next step fills, ``labels``, bool [B, L]; ``is_token`` bool
+    [B, L, K + 1], which candidate the next step commits, or none of them; ``fresh`` fp32 [B, L, K + 1], the target's
+    probabilities of the candidates at the virtual state, and of none.
+    """
+
+    snapshots: Snapshots
+    stale: Stale
+    path: Tensor
+    states: Tensor
+    masked: Tensor
+    labels: Tensor
+    is_token: Tensor
+    fresh: Tensor
+
+    def token_loss(self, log_committed: Tensor) -> Tensor:
+        """Cross-entropy [B] of the tokens committed, the mean over them."""
+        per_token = -torch.where(self.is_token, log_committed, 0.0).sum(dim=-1)
+        return torch.where(self.labels, per_token, 0.0).sum(dim=-1) / self.labels.sum(dim=-1)
+
+    def fresh_loss(self, log_fresh: Tensor) -> Tensor:
+        """Cross-entropy [B] of the target's own distribution, the mean over the positions still masked."""
+        per_position = -(self.fresh * log_fresh).sum(dim=-1)
+        return torch.where(self.masked, per_position, 0.0).sum(dim=-1) / self.masked.sum(dim=-1)
+
+
+def ask(model: TokenEncoder, examples: TokenExamples, which: Tensor, device: torch.device) -> Asked:
+    """The examples ``which`` (int64 [B]) as a network on ``device`` is asked about them."""
+    index = which.to(examples.states.device)
+    stale_step, at = examples.snapshots[index], examples.at[index]
+    snapshots = examples.steps(stale_step, device)
+    states, following = examples.states[at].to(device), examples.following[at].to(device)
+    roots = examples.following[stale_step].to(device)
+    stale = model.read(snapshots)
+    masked = states == MASKED
+    is_token = stale.token_ids == following[..., None]
+    return Asked(
+        snapshots=snapshots,
+        stale=stale,
+        path=path_of(snapshots, roots, states[:, None], snapshots.probabilities.dtype)[:, 0],
+        states=states.long(),
+        masked=masked,
+        labels=masked & (following != MASKED),
+        is_token=torch.cat((is_token, ~is_token.any(dim=-1, keepdim=True)), dim=-1),
+        fresh=_fresh_shares(examples, at, stale.token_ids, device),
+    )
+
+
+def _fresh_shares(examples: TokenExamples, at: Tensor, token_ids: Tensor, device: torch.device) -> Tensor:
+    fresh = examples.steps(at, device, with_hidden=False)
+    same = fresh.token_ids[..., None, :] == token_ids[..., None]
+    shares = torch.where(same, fresh.probabilities[..., None, :], 0.0).sum(dim=-1).clamp_max(1.0)
+    return torch.cat((shares, (1 - shares.sum(dim=-1, keepdim=True)).clamp_min(0.0)), dim=-1)
 
 
 class _Found(NamedTuple):
@@ -151,40 +188,22 @@ class _Found(NamedTuple):
 
 
 def _look(model: TokenModel, examples: TokenExamples, which: Tensor, device: torch.device) -> _Found:
-    where = examples.states.device
-    index = which.to(where)
-    stale_step, at = examples.snapshots[index], examples.at[index]
-    snapshots = examples.steps(stale_step, device)
-    states = examples.states[at].to(device)
-    following = examples.following[at].to(device)
-    roots = examples.states[stale_step + 1].to(device)
-    path = path_of(snapshots, roots, states[:, None], snapshots.probabilities.dtype)[:, 0]
-    stale = model.read(snapshots)
-    found = model(stale, path, states.long())
-    masked = states == MASKED
-    labels = masked & (following != MASKED)
-
+    asked = ask(model, examples, which, device)
+    found = model(asked.stale, asked.path, asked.states)
+    masked, labels, is_token = asked.masked, asked.labels, asked.is_token
     log_q = masked_log_softmax(found.scores, masked)
     position = -torch.where(labels, log_q, -torch.inf).logsumexp(dim=-1)
-    is_token = stale.token_ids == following[..., None]
-    is_token = torch.cat((is_token, ~is_token.any(dim=-1, keepdim=True)), dim=-1)
     count = labels.sum(dim=-1)
-    per_token = -torch.where(is_token, found.log_committed, 0.0).sum(dim=-1)
-    token = torch.where(labels, per_token, 0.0).sum(dim=-1) / count
-
-    fresh = fresh_shares(examples, at, stale.token_ids, device)
-    per_position = -(fresh * found.log_fresh).sum(dim=-1)
-    fresh_loss = torch.where(masked, per_position, 0.0).sum(dim=-1) / masked.sum(dim=-1)
 
     best = log_q.argmax(dim=-1, keepdim=True)
     choice = found.log_committed[..., :-1].argmax(dim=-1, keepdim=True)
     right = is_token[..., :-1].gather(-1, choice).squeeze(-1) & labels
     stale_right = is_token[..., 0] & labels
-    confidence = torch.where(masked, snapshots.probabilities[..., 0], -1.0)
+    confidence = torch.where(masked, asked.snapshots.probabilities[..., 0], -1.0)
     return _Found(
         position=position,
-        token=token,
-        fresh=fresh_loss,
+        token=asked.token_loss(found.log_committed),
+        fresh=asked.fresh_loss(found.log_fresh),
         order_hit=labels.gather(1, best).squeeze(1),
         joint_hit=right.gather(1, best).squeeze(1),
         stale_joint_hit=stale_right.gather(1, best).squeeze(1),
@@ -192,14 +211,6 @@ def _look(model: TokenModel, examples: TokenExamples, which: Tensor, device: tor
         token_hit=right.sum(dim=-1) / count,
         stale_hit=stale_right.sum(dim=-1) / count,
     )
-
-
-def fresh_shares(examples: TokenExamples, at: Tensor, token_ids: Tensor, device: torch.device) -> Tensor:
-    """fp32 [B, L, K + 1]: the target's probabilities at the steps ``at`` of candidates ``token_ids``, and of none."""
-    fresh: Snapshots = examples.steps(at, device, with_hidden=False)
-    same = fresh.token_ids[..., None, :] == token_ids[..., None]
-    shares = torch.where(same, fresh.probabilities[..., None, :], 0.0).sum(dim=-1).clamp_max(1.0)
-    return torch.cat((shares, (1 - shares.sum(dim=-1, keepdim=True)).clamp_min(0.0)), dim=-1)
 
 
 @torch.no_grad()
@@ -210,7 +221,7 @@ def evaluate_tokens(
     *,
     which: Tensor | None = None,
     device: str = "cpu",
-) -> TokenEvaluation:
+) -> Shares:
     """Loss and shares over the examples ``which`` (int64 [B]; all for None)."""
     model.eval()
     which = torch.arange(examples.num_examples) if which is None else which
@@ -226,39 +237,20 @@ def evaluate_tokens(
         "stale_token": found.stale_hit,
         "stale_joint": found.stale_joint_hit,
     }
-    return TokenEvaluation(
+    return Shares(
         loss=weighted_mean(found.position + found.token, depths, settings.depth_scale),
         shares={name: float(part.mean()) for name, part in hits.items()},
         by_depth={name: means_by(part, depths) for name, part in hits.items()},
     )
 
 
-def summary_of(found: TokenEvaluation, depth: int | None = None) -> str:
+def summary_of(found: Shares, depth: int | None = None) -> str:
     """The shares of an evaluation, in all or at one depth, in words; in brackets the stale ones."""
-    own = found.shares if depth is None else {name: part[depth] for name, part in found.by_depth.items()}
-    return ", ".join(
-        f"{words} {own[name]:.3f} ({own[f'stale_{name}']:.3f})"
-        for name, words in (("order", "order"), ("token", "token"), ("joint", "both"))
-    )
+    return found.summary(_WORDS, depth)
 
 
 def token_card(
     trained: TrainedTokens, settings: TokenTrainSettings, calibration: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the checkpoint says of itself: settings, what it was trained on, held-out shares, loss curve."""
-    found = trained.evaluation
-    return {
-        "settings": asdict(settings),
-        "trained_on": calibration,
-        "best_step": trained.best_step,
-        "steps_taken": trained.steps_taken,
-        "held_out": {
-            "loss": round(found.loss, 4),
-            **{name: round(share, 4) for name, share in found.shares.items()},
-            **{
-                f"{name}_by_depth": {str(depth): round(share, 4) for depth, share in shares.items()}
-                for name, shares in found.by_depth.items()
-            },
-        },
-        "held_out_loss_by_step": [[step, round(loss, 4)] for step, loss in trained.curve],
-    }
+    """What the checkpoint says of itself; see :meth:`Trained.card`."""
+    return trained.card(settings, calibration, trained.evaluation.figures())

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -185,6 +186,74 @@ class Progress:
             for moment in ("exp_avg", "exp_avg_sq"):
                 self.optimizer.state[parameter][moment] = tensors[f"{moment}.{name}"].to(parameter.device)
             self.optimizer.state[parameter]["step"] = tensors[f"step.{name}"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """An evaluation on held-out prompts: the weighted loss in nats, and shares by name, over all examples and by
+    depth. A share ``stale_NAME`` is the same for the stale distributions."""
+
+    loss: float
+    shares: dict[str, float]
+    by_depth: dict[str, dict[int, float]]
+
+    def summary(self, words: Mapping[str, str], depth: int | None = None) -> str:
+        """The shares named in ``words``, in all or at one depth, in these words; in brackets the stale ones."""
+        own = self.shares if depth is None else {name: part[depth] for name, part in self.by_depth.items()}
+        return ", ".join(
+            f"{word} {own[name]:.3f} ({own[f'stale_{name}']:.3f})" for name, word in words.items()
+        )
+
+    def figures(self) -> dict[str, float | dict[int, float]]:
+        """Every figure by a name of its own."""
+        by_depth = {f"{name}_by_depth": shares for name, shares in self.by_depth.items()}
+        return {"loss": self.loss, **self.shares, **by_depth}
+
+
+Model = TypeVar("Model", bound=nn.Module)
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained(Generic[Model, Found]):
+    """The best model, its evaluation, the step it is of, steps taken, and (step, held-out loss) of each evaluation."""
+
+    model: Model
+    evaluation: Found
+    best_step: int
+    steps_taken: int
+    curve: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, progress: Progress, model: Model, evaluation: Found) -> Trained[Model, Found]:
+        """What a training that is over leaves."""
+        return cls(
+            model=model, evaluation=evaluation, best_step=progress.best_step, steps_taken=progress.step,
+            curve=tuple(progress.curve),
+        )  # fmt: skip
+
+    def card(
+        self,
+        settings: TrainSettings,
+        calibration: Mapping[str, Any],
+        figures: Mapping[str, float | dict[int, float]],
+        **more: str,
+    ) -> dict[str, Any]:
+        """What the checkpoint says of itself: settings, what it was trained on, held-out ``figures``, loss curve."""
+        return {
+            "settings": asdict(settings),
+            "trained_on": calibration,
+            **more,
+            "best_step": self.best_step,
+            "steps_taken": self.steps_taken,
+            "held_out": {
+                name: {str(key): round(part, 4) for key, part in value.items()}
+                if isinstance(value, dict)
+                else round(value, 4)
+                for name, value in figures.items()
+            },
+            "held_out_loss_by_step": [[step, round(loss, 4)] for step, loss in self.curve],
+        }
 
 
 def probe(num_examples: int) -> Tensor:

@@ -16,7 +16,9 @@ from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.items import Item
 from dlmgrid.workers.units import WorkUnit
 
-BEFORE_WRITING = ("crash", "hang", "input", "out_of_memory", "slow", "transient", "unforeseen")
+BEFORE_WRITING = ("crash", "hang", "input", "meet", "out_of_memory", "slow", "transient", "unforeseen")
+
+MEETING_SECONDS = 120.0
 
 
 def find_fault(item: Item, unit: WorkUnit) -> str | None:
@@ -49,6 +51,8 @@ def commit_fault(fault: str, item: Item, unit: WorkUnit) -> None:
         time.sleep(3600)
     elif fault == "slow":
         time.sleep(float(item.document.get("seconds", 0.2)))
+    elif fault == "meet":
+        _meet(Path(unit.inputs).parent.parent / "faults")
     elif fault == "transient":
         raise TransientError(f"item {item.item_id}: a fault that may pass")
     elif fault == "unforeseen":
@@ -60,3 +64,13 @@ def commit_fault(fault: str, item: Item, unit: WorkUnit) -> None:
             raise OutOfMemoryError(f"no room for {unit.max_in_flight} samples in flight")
     else:
         raise ValueError(f"no fault is called {fault!r}")
+
+
+def _meet(folder: Path) -> None:
+    """Wait until a second process is here too: so two actors work at once, however late one of them starts."""
+    (folder / f"here-{os.getpid()}").touch()
+    deadline = time.monotonic() + MEETING_SECONDS
+    while len(list(folder.glob("here-*"))) < 2:
+        if time.monotonic() > deadline:
+            raise TransientError(f"no other process came within {MEETING_SECONDS:g} s")
+        time.sleep(0.05)

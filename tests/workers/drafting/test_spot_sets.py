@@ -67,7 +67,7 @@ def make_model(
             for part in (*model.fresh.parameters(), *model.committed.parameters(), model.candidate.weight):
                 torch.nn.init.normal_(part, std=0.3)
             for head in (model.head, model.pass_head):
-                torch.nn.init.normal_(head[-1].weight)  # type: ignore[arg-type]
+                torch.nn.init.normal_(head.get_parameter("2.weight"))
     return model
 
 

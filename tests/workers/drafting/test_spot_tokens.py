@@ -60,7 +60,7 @@ def make_model(
         if trained:
             for part in (*model.fresh.parameters(), *model.committed.parameters(), model.distance):
                 torch.nn.init.normal_(part, std=0.5)
-            torch.nn.init.normal_(model.head[-1].weight, std=2.0)  # type: ignore[arg-type]
+            torch.nn.init.normal_(model.head.get_parameter("2.weight"), std=2.0)
     return model.double().eval()
 
 
