@@ -60,7 +60,8 @@ class SetTrainSettings(TrainSettings):
 TrainedSets = Trained[SetModel, Shares]
 """``sets``: of next steps, the likeliest set of positions is the one committed; ``states``: its likeliest tokens too,
 so that the likeliest next state is the right one. ``positions``: of the positions masked, in the set or not as
-predicted; ``tokens``: of the positions committed, the likeliest token is the one committed. The loss is that of set and tokens."""
+predicted; ``tokens``: of the positions committed, the likeliest token is the one committed. The loss is that of set and
+tokens."""
 
 _WORDS = {name: name for name in ("sets", "states", "positions", "tokens")}
 
