@@ -184,9 +184,8 @@ def _refuse_other_units(folder: Path, units: Sequence[WorkUnit], path: Path) -> 
 
 
 def _decode(units: Sequence[WorkUnit], say: Callable[[str], None]) -> Decoded:
-    if (
-        "OMP_NUM_THREADS" not in os.environ
-    ):  # as an actor has it; threads beside busy ones wait for one another
+    # One thread, as an actor has it: several beside busy processes wait for one another.
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     runners: dict[str, UnitRunner] = {}
     num_errors = num_inexact = 0
