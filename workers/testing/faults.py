@@ -52,7 +52,9 @@ def commit_fault(fault: str, item: Item, unit: WorkUnit) -> None:
     elif fault == "slow":
         time.sleep(float(item.document.get("seconds", 0.2)))
     elif fault == "meet":
-        _meet(Path(unit.inputs).parent.parent / "faults")
+        _meet(
+            Path(unit.inputs).parent.parent / "faults" / f"meet-{item.item_id}-{item.document['times'] - 1}"
+        )
     elif fault == "transient":
         raise TransientError(f"item {item.item_id}: a fault that may pass")
     elif fault == "unforeseen":
@@ -66,11 +68,11 @@ def commit_fault(fault: str, item: Item, unit: WorkUnit) -> None:
         raise ValueError(f"no fault is called {fault!r}")
 
 
-def _meet(folder: Path) -> None:
-    """Wait until a second process is here too: so two actors work at once, however late one of them starts."""
-    (folder / f"here-{os.getpid()}").touch()
+def _meet(last: Path) -> None:
+    """Wait until ``last``, the flag of the fault's last occurrence, is there: who waits in one cannot come into the
+    next, so as many processes work at once, however late one of them starts."""
     deadline = time.monotonic() + MEETING_SECONDS
-    while len(list(folder.glob("here-*"))) < 2:
+    while not last.exists():
         if time.monotonic() > deadline:
             raise TransientError(f"no other process came within {MEETING_SECONDS:g} s")
         time.sleep(0.05)
