@@ -81,6 +81,9 @@ def main() -> int:
     parser.add_argument(
         "--drafters", nargs="*", default=[], metavar="METHOD=FILE", help="learned or calibrated parts"
     )
+    parser.add_argument(
+        "--drafts", choices=DRAFT_PLACES, default="device" if is_gpu else "host", help="where trees grow"
+    )
     parser.add_argument("--items", type=int, default=4, help="words prompts at batch 1")
     parser.add_argument("--gen-length", type=int, default=128)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
@@ -226,14 +229,17 @@ class Bench:
         prompts = self._prompts(given.items)
         engine = self._loaded(1, self._longest(prompts))
         return decode_rows(
-            engine, given.decode_budgets, prompts, given.gen_length, self.given, repeats=given.repeats
-        )
+            engine, given.decode_budgets, prompts, given.gen_length, self.given, repeats=given.repeats,
+            drafts=given.drafts,
+        )  # fmt: skip
 
     def _folds(self, _: str) -> Iterable[Row]:
         given = self.arguments
         prompts = self._prompts(given.items)
         engine = self._loaded(1, self._longest(prompts))
-        return fold_rows(engine, given.decode_budgets, given.taus, prompts, given.gen_length, self.given)
+        return fold_rows(
+            engine, given.decode_budgets, given.taus, prompts, given.gen_length, self.given, given.drafts
+        )
 
     def _batch(self, _: str) -> Iterable[Row]:
         given = self.arguments

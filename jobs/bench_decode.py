@@ -77,9 +77,11 @@ def not_run(method: str) -> Row:
 
 def decode_rows(
     engine: Engine, budgets: Sequence[int], prompts: Sequence[Prompt], gen_length: int,
-    given: Mapping[str, Mapping[str, Any]], repeats: int = 10,
+    given: Mapping[str, Mapping[str, Any]], repeats: int = 10, drafts: str = "host",
 ) -> Iterator[Row]:  # fmt: skip
-    """Tokens/s of each method at batch 1 over draft-free; a method without its file is a row that says so."""
+    """Tokens/s of each method at batch 1 over draft-free; a method without its file is a row that says so.
+
+    ``drafts`` is where trees were asked to grow, ``growth`` where they do."""
     serialized, base = timed_decode(engine, "none", 0, prompts, gen_length, 1)
     pass_ms = pass_times(engine, [0, *budgets], gen_length, repeats)
     yield decode_row("none", 0, 1, serialized, serialized, base, base) | {
@@ -90,14 +92,19 @@ def decode_rows(
             yield not_run(method)
             continue
         for budget in budgets:
-            found, seconds = timed_decode(engine, method, budget, prompts, gen_length, 1, given=given)
+            found, seconds = timed_decode(
+                engine, method, budget, prompts, gen_length, 1, given=given, drafts=drafts
+            )
             row = decode_row(method, budget, 1, found, serialized, seconds, base)
             expected = row["forward_ratio"] * pass_ms[0] / pass_ms[budget]
             yield row | {
                 "pass_ms": pass_ms[budget], "pass_ms_draft_free": pass_ms[0],
                 "goal": END_TO_END_GOAL * expected,
                 "of_goal": row["over_draft_free"] / (END_TO_END_GOAL * expected),
-                "host_ms_a_round": round_parts(engine, method, budget, prompts[:1], gen_length, given),
+                "growth": make_decoder(engine, method, budget, gen_length, given=given, drafts=drafts).growth,
+                "host_ms_a_round": round_parts(
+                    engine, method, budget, prompts[:1], gen_length, given, drafts=drafts
+                ),
             }  # fmt: skip
 
 

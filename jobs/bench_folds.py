@@ -19,10 +19,11 @@ FOLDED = ("spiffy", "spot")
 
 def fold_rows(
     engine: Engine, budgets: Sequence[int], taus: Sequence[float], prompts: Sequence[Prompt], gen_length: int,
-    given: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any]], drafts: str = "host",
 ) -> Iterator[Row]:  # fmt: skip
     """Tokens/s by drafter, D and τ, over the same drafts unfolded and over draft-free, with the recompute ratio and how
-    many items have the unfolded run's tokens, path and bits. A drafter without its file is a row that says so."""
+    many items have the unfolded run's tokens, path and bits; ``drafts`` is where trees grow. A drafter without its file
+    is a row that says so."""
     serialized, base = timed_decode(engine, "none", 0, prompts, gen_length, 1)
     draft_free = num_tokens(serialized) / base
     for method in FOLDED:
@@ -30,12 +31,14 @@ def fold_rows(
             yield not_run(method)
             continue
         for budget in budgets:
-            plain, seconds = timed_decode(engine, method, budget, prompts, gen_length, 1, given=given)
+            plain, seconds = timed_decode(
+                engine, method, budget, prompts, gen_length, 1, given=given, drafts=drafts
+            )
             unfolded = num_tokens(plain) / seconds
             for tau in taus:
                 fold = FoldSettings(tau=(tau,))
                 found, seconds = timed_decode(
-                    engine, method, budget, prompts, gen_length, 1, given=given, fold=fold
+                    engine, method, budget, prompts, gen_length, 1, given=given, fold=fold, drafts=drafts
                 )
                 rate = num_tokens(found) / seconds
                 yield {
