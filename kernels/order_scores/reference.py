@@ -55,25 +55,25 @@ class OrderWeights:
 def stale_features(masked: Tensor, probabilities: Tensor, entropy: Tensor, tail_mass: Tensor) -> Tensor:
     """Features 0 to 71, fp32 [S, L, 72], of snapshots; positions outside them hold no meaning.
 
-    Logarithms are taken in fp64, so that devices agree on them.
+    Logarithms are taken in fp64 and quotients rounded once, so that devices agree on them.
 
     Args:
         masked: bool [S, L]; probabilities: fp32 [S, L, 32]; entropy, tail_mass: fp32 [S, L].
     """
     length = masked.shape[1]
-    logarithms = probabilities.double().log().float().clamp_min(LOG_FLOOR) / 10
+    logarithms = _over(probabilities.double().log().float().clamp_min(LOG_FLOOR), 10)
     positions = torch.arange(length, device=masked.device)
     known_left = torch.where(masked, -1, positions).cummax(dim=1).values
     known_right = torch.where(masked, length, positions).flip(1).cummin(dim=1).values.flip(1)
-    known_share = (~masked).float().mean(dim=1, keepdim=True)
+    known_share = _over((~masked).sum(dim=1, keepdim=True), length)
     statistics = (
         probabilities[..., 0],
         probabilities[..., 0] - probabilities[..., 1],
-        entropy / math.log(NUM_CANDIDATES),
+        _over(entropy, math.log(NUM_CANDIDATES)),
         tail_mass,
-        (positions / max(1, length - 1)).expand(masked.shape),
-        (positions - known_left) / length,
-        (known_right - positions) / length,
+        _over(positions, max(1, length - 1)).expand(masked.shape),
+        _over(positions - known_left, length),
+        _over(known_right - positions, length),
         known_share.expand(masked.shape),
     )
     return torch.cat((probabilities, logarithms, torch.stack(statistics, dim=-1)), dim=-1)
@@ -90,7 +90,12 @@ def path_features(masked: Tensor, roots: Tensor, states: Tensor) -> Tensor:
     by_root = (masked & (roots != MASKED))[:, None]
     filled = masked[:, None] & (states != MASKED)
     counts = torch.where(by_root, by_root.sum(dim=-1, keepdim=True), filled.sum(dim=-1, keepdim=True))
-    return torch.stack((filled.float(), counts / length), dim=-1)
+    return torch.stack((filled.float(), _over(counts, length)), dim=-1)
+
+
+def _over(values: Tensor, divisor: float) -> Tensor:
+    """``values`` over ``divisor`` in fp32, rounded once: by a number, torch multiplies with its inverse on a GPU."""
+    return values.float() / torch.full((), divisor, dtype=torch.float32, device=values.device)
 
 
 def order_scores(
