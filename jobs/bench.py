@@ -1,7 +1,7 @@
 """``make bench``: verification passes, decoding and drafting on this device, each as measured / goal.
 
 usage: python -m dlmgrid.jobs.bench [--tables passes stock decode folds batch parts drafting folding]
-                                    [--checkpoint DIR]
+                                    [--checkpoint DIR [--chat-template NAME]] [--drafts host|device]
                                     [--drafters spiffy=FILE spot=FILE spot_gamma=FILE,gamma=VALUE …] [--out FILE.json]
 
 Tables, all read in one run:
@@ -70,6 +70,9 @@ def main() -> int:
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--checkpoint", default="reference", help="checkpoint folder or model name")
+    parser.add_argument(
+        "--chat-template", default="", help="a shipped template, for a checkpoint without one"
+    )
     parser.add_argument("--device", default="cuda" if is_gpu else "cpu")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(_SHAPES) if is_gpu else ["tiny"])
@@ -265,7 +268,7 @@ class Bench:
         )  # fmt: skip
 
     def _prompts(self, count: int) -> list[Prompt]:
-        tokenizer = load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder, self.arguments.chat_template)
         items = held_out_items(count)
         return [Prompt(item_id=i.item_id, repeat=0, token_ids=tuple(tokenizer.encode(i))) for i in items]
 

@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[], help="by shape, random weights")
     parser.add_argument("--checkpoint", default="reference", help="checkpoint folder or model name")
+    parser.add_argument(
+        "--chat-template", default="", help="a shipped template, for a checkpoint without one"
+    )
     parser.add_argument("--items", type=int, default=0, help="prompts decoded on the checkpoint (0: none)")
     parser.add_argument("--prompts", type=Path, help="JSON list of lists of token ids")
     parser.add_argument("--save-prompts", type=Path, help="write the prompts of --benchmark and stop")
@@ -208,7 +211,7 @@ def save_prompts(options: argparse.Namespace) -> None:
     from dlmgrid.workers.benchmarks.catalog import get_benchmark
     from dlmgrid.workers.tokenization import load_tokenizer
 
-    encoder = load_tokenizer(resolve_checkpoint(options.checkpoint), "")
+    encoder = load_tokenizer(resolve_checkpoint(options.checkpoint), options.chat_template)
     items = get_benchmark(options.benchmark).load(None, options.items)
     options.save_prompts.write_text(json.dumps([list(encoder.encode(item)) for item in items]) + "\n")
     print(f"{len(items)} prompts written to {options.save_prompts}")
