@@ -37,7 +37,7 @@ def grid_remarks(
 
 def _duplicates(grid: Grid) -> list[str]:
     drafted = [
-        f"{method.name} with budget {budget}"
+        f"{_described(method, 'name')} with budget {budget}"
         for method in grid.methods
         if method.name != "none"
         for budget in method.budgets or grid.budgets or []
@@ -131,8 +131,9 @@ def _resources(grid: Grid, questions: Sequence[Questions]) -> list[str]:
 
 
 def _described(entry: Any, main: str) -> str:
-    """An entry's name with the settings that tell it from others; a ``limit`` only chooses items."""
-    values = entry.model_dump(exclude_defaults=True, exclude={main, "limit"})
+    """An entry's name with the settings that tell it from others; a ``limit`` only chooses items, ``budgets`` make
+    cells of their own."""
+    values = entry.model_dump(exclude_defaults=True, exclude={main, "limit", "budgets"})
     settings = ", ".join(f"{key} {value}" for key, value in values.items())
     name = str(getattr(entry, main))
     return f"{name} ({settings})" if settings else name

@@ -60,7 +60,9 @@ class Accuracy:
 
     ``mean`` is over the ``num_valued`` rows that have a value (None: no row has), ``standard_error`` is the
     sample standard error of that mean. ``statuses`` counts every generation of the cell, those without a score
-    as ``unscored``.
+    as ``unscored``. ``change`` is the mean of this cell's value minus the draft-free one's over the ``num_paired``
+    generations that both have, ``change_margin`` 1.96 standard errors of it (the half width of a 95 % interval; None
+    below two pairs); both are None for a draft-free cell.
     """
 
     scorer: str
@@ -70,6 +72,9 @@ class Accuracy:
     standard_error: float | None
     num_valued: int
     statuses: dict[str, int]
+    change: float | None = None
+    change_margin: float | None = None
+    num_paired: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -207,7 +212,13 @@ def build_report(run_dir: Path) -> Report:
     scores = _latest_scores(load_scores(run_dir).to_pylist())
     cells = [
         _cell_report(
-            cell_key, settings[cell_key], rows, references, expected[cell_key], scores.get(cell_key, [])
+            cell_key,
+            settings[cell_key],
+            rows,
+            references,
+            expected[cell_key],
+            scores.get(cell_key, []),
+            scores.get(settings[cell_key].reference().cell_key, []),
         )
         for cell_key, rows in rows_by_cell.items()
     ]
@@ -275,6 +286,7 @@ def _cell_report(
     references: Mapping[tuple[str, str], Mapping[str, Any]],
     num_expected: int,
     scores: Sequence[Mapping[str, Any]],
+    reference_scores: Sequence[Mapping[str, Any]],
 ) -> CellReport:
     done = [row for row in rows if row["generated_tokens"] is not None]
     num_failed = (
@@ -312,7 +324,7 @@ def _cell_report(
         tokens_per_second=_throughput([row for row in done if not row["profiled"]]),
         throughput_ratio=_ratio(_throughput(ours), _throughput(theirs)),
         exact={level: _level(rows, f"exact_{level}") for level in ("tokens", "path", "bits")},
-        accuracies=_accuracies(rows, scores),
+        accuracies=_accuracies(rows, scores, () if cell.is_reference else reference_scores),
     )
 
 
@@ -354,9 +366,22 @@ def _latest_scores(scores: Iterable[Mapping[str, Any]]) -> dict[str, list[Mappin
     return by_cell
 
 
+def paired_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean of paired differences and 1.96 standard errors of it; None where there are fewer than two."""
+    count = len(differences)
+    if count < 2:
+        return None, None
+    mean = sum(differences) / count
+    variance = sum((value - mean) ** 2 for value in differences) / (count - 1)
+    return mean, 1.96 * math.sqrt(variance / count)
+
+
 def _accuracies(
-    rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]],
+    scores: Sequence[Mapping[str, Any]],
+    reference_scores: Sequence[Mapping[str, Any]],
 ) -> tuple[Accuracy, ...]:
+    theirs = {_name_of(score): score["value"] for score in reference_scores if score["value"] is not None}
     keys = {(row["item_id"], row["repeat"]) for row in rows}
     by_metric: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for score in scores:
@@ -370,6 +395,12 @@ def _accuracies(
         if mean is not None and len(values) > 1:
             variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
             error = math.sqrt(variance / len(values))
+        differences = [
+            score["value"] - theirs[_name_of(score)]
+            for score in scored
+            if score["value"] is not None and _name_of(score) in theirs
+        ]
+        change, margin = paired_interval(differences)
         statuses = Counter(score["status"] for score in scored)
         if len(scored) < len(keys):
             statuses["unscored"] = len(keys) - len(scored)
@@ -382,9 +413,17 @@ def _accuracies(
                 standard_error=error,
                 num_valued=len(values),
                 statuses=dict(statuses),
+                change=change,
+                change_margin=margin,
+                num_paired=len(differences),
             )
         )
     return tuple(found)
+
+
+def _name_of(score: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a score has in common with that of the same generation in another cell."""
+    return tuple(score[name] for name in ("item_id", "repeat", "scorer", "scorer_version", "metric"))
 
 
 def _order(cell: CellReport) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ LEGEND = (
     "NFE: target forwards per item (prefill, denoising, commit and draft passes). × fewer: draft-free NFE over this "
     "one's, × faster: tokens/s over draft-free tokens/s, both over the items that both have. accepted: drafted "
     "states accepted per verification round. tokens, path, bits: rows equal to the serialized run over rows "
-    "checked."
+    "checked. ± of a metric: its standard error. Δ: mean difference to the same items draft-free, ± a 95 % interval."
 )
 
 
@@ -98,6 +98,8 @@ def _table(title: str, cells: Sequence[CellReport], varied: Sequence[str]) -> Re
         columns["draft NFE"] = [_number(cell.nfe_draft_mean, ".1f") for cell in cells]
     for scorer, metric in metrics:
         columns[f"{scorer} {metric}"] = [_accuracy_entry(cell, scorer, metric) for cell in cells]
+        if any(_may_differ(cell) for cell in cells):
+            columns[f"Δ {scorer} {metric}"] = [_change_entry(cell, scorer, metric) for cell in cells]
     columns["claim"] = [Entry(text=cell.claim) for cell in cells]
     for level in ("tokens", "path", "bits"):
         columns[level] = [_level_entry(cell, cell.exact[level]) for cell in cells]
@@ -145,6 +147,21 @@ def _level_entry(cell: CellReport, level: Level) -> Entry:
 def _accuracy_entry(cell: CellReport, scorer: str, metric: str) -> Entry:
     found = [item for item in cell.accuracies if (item.scorer, item.metric) == (scorer, metric)]
     return Entry(text="–") if not found else _accuracy_text(found[0])
+
+
+def _may_differ(cell: CellReport) -> bool:
+    """Whether the answers may be others than the draft-free ones: by claim, or since rows that were checked differ."""
+    tokens = cell.exact["tokens"]
+    return cell.claim == "approximate" or tokens.equal < tokens.checked
+
+
+def _change_entry(cell: CellReport, scorer: str, metric: str) -> Entry:
+    """The paired change of a metric with its 95 % interval, red where the interval lies below 0."""
+    found = [item for item in cell.accuracies if (item.scorer, item.metric) == (scorer, metric)]
+    if not found or found[0].change is None or found[0].change_margin is None:
+        return Entry(text="–")
+    change, margin = found[0].change, found[0].change_margin
+    return Entry(text=f"{change:+.3f} ±{margin:.3f}", tone="bad" if change + margin < 0 else "plain")
 
 
 def _accuracy_text(accuracy: Accuracy) -> Entry:
@@ -236,7 +253,7 @@ def json_text(report: Report) -> str:
 
 
 def csv_text(report: Report) -> str:
-    """One line a cell: its settings, its figures, then ``scorer metric`` columns of means."""
+    """One line a cell: its settings, its figures, then ``scorer metric`` columns: mean, paired change, its margin."""
     lines = [_flat(cell) for cell in report.cells]
     headings = list(dict.fromkeys(name for line in lines for name in line))
     text = io.StringIO()
@@ -252,5 +269,7 @@ def _flat(cell: CellReport) -> dict[str, object]:
     line |= {name: values[name] for name in values if name not in ("settings", "exact", "accuracies")}
     for level, counts in cell.exact.items():
         line |= {f"exact_{level}": counts.equal, f"checked_{level}": counts.checked}
-    line |= {f"{item.scorer} {item.metric}": item.mean for item in cell.accuracies}
+    for item in cell.accuracies:
+        name = f"{item.scorer} {item.metric}"
+        line |= {name: item.mean, f"{name} change": item.change, f"{name} change_margin": item.change_margin}
     return line

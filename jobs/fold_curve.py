@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlmgrid.cluster.report import CellReport, build_report, load_generations, load_scores
+from dlmgrid.cluster.report import CellReport, build_report, load_generations, load_scores, paired_interval
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError
 
@@ -24,7 +23,6 @@ Row = dict[str, Any]
 _UNFOLDED: dict[str, Any] = {
     "fold_tau": None, "fold_tau_by_layer": "", "fold_gate": "parent", "fold_recheck": False, "fold_pipelined": False,
 }  # fmt: skip
-_Z = 1.96
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,16 +123,6 @@ def _share_changed(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]])
         return None
     changed = sum(bool(ours["token_ids"] != theirs["token_ids"]) for ours, theirs in pairs)
     return changed / len(pairs)
-
-
-def paired_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean of paired differences and 1.96 standard errors of it; None where there are fewer than two."""
-    count = len(differences)
-    if count < 2:
-        return None, None
-    mean = sum(differences) / count
-    variance = sum((value - mean) ** 2 for value in differences) / (count - 1)
-    return mean, _Z * math.sqrt(variance / count)
 
 
 def _latest_values(scores: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], float]:

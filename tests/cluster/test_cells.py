@@ -239,6 +239,7 @@ def test_what_is_folded_or_has_no_effect_is_said(
         "temperatures: 1 is given more than once; each cell is run once",
         "methods: ssd with budget 4 is given more than once; each cell is run once",
     ]
+    assert remarks(methods=["ssd", {"name": "ssd", "fold": {"tau": 0.1}}], budgets=[4]) == []
     assert remarks(methods=[{"name": "none", "budgets": [3]}, {"name": "ssd", "budgets": [0]}]) == [
         "methods: none drafts nothing; its budgets [3] are not used",
         "methods: ssd with budget 0 is the draft-free cell, which is run once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlmgrid.cluster.report import Report, build_report
+from dlmgrid.cluster.report import Report, build_report, paired_interval
 from dlmgrid.cluster.report_views import csv_text, html_page, json_text, tables_of, terminal_view
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import SCORES, to_table, write_table
@@ -154,6 +155,35 @@ def test_accuracy_is_of_the_latest_scorer_version_with_its_counts(tmp_path: Path
     assert accuracy.statuses == {"scored": 2, "timed_out": 1, "unscored": 1}
     assert report.cells[1].accuracies == ()
     assert _column(report, "words exact") == ["0.500 ±0.500 (1 timed_out, 1 unscored)", "–"]
+
+
+def test_metrics_of_answers_that_may_differ_stand_beside_their_paired_change(tmp_path: Path) -> None:
+    rows = _rows("abcd", exact_tokens=False)
+    run_dir = write_run(tmp_path, rows)
+    values = {"a": (1.0, 0.0), "b": (1.0, 1.0), "c": (0.0, 0.0), "d": (1.0, None)}
+    _write_scores(
+        run_dir, [_score(row, values[row["item_id"]][row["cell_key"] == CHAIN.cell_key]) for row in rows]
+    )
+    report = build_report(run_dir)
+    (free,), (chain,) = (cell.accuracies for cell in report.cells)
+    assert (free.change, free.change_margin, free.num_paired) == (None, None, 0)
+    assert chain.num_paired == 3
+    assert chain.change == pytest.approx(-1 / 3)
+    assert chain.change_margin == pytest.approx(1.96 / 3)
+    assert _column(report, "Δ words exact") == ["–", "-0.333 ±0.653"]
+    lines = list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert float(lines[1]["words exact change"]) == pytest.approx(-1 / 3)
+
+
+def test_a_loss_of_accuracy_is_red_and_exact_answers_have_no_such_column(tmp_path: Path) -> None:
+    for exact in (False, True):
+        rows = _rows("abcd", exact_tokens=exact)
+        run_dir = write_run(tmp_path / str(exact), rows)
+        _write_scores(run_dir, [_score(row, float(row["cell_key"] != CHAIN.cell_key)) for row in rows])
+        (table,) = tables_of(build_report(run_dir))
+        assert ("Δ words exact" in table.headings) is not exact
+        tones = [entry.tone for row in table.rows for entry in row if entry.text == "-1.000 ±0.000"]
+        assert tones == ([] if exact else ["bad"])
 
 
 def test_settings_that_differ_are_named_and_others_are_not(tmp_path: Path) -> None:
@@ -302,3 +332,10 @@ def test_scores_that_are_none_and_settings_that_cannot_be_are_named(tmp_path: Pa
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the --out folder of a run"):
         build_report(tmp_path)
+
+
+def test_the_interval_is_that_of_the_paired_differences() -> None:
+    assert paired_interval([1.0]) == (None, None)
+    mean, margin = paired_interval([1.0, 0.0, -1.0, 0.0])
+    assert mean == 0
+    assert margin == pytest.approx(1.96 * math.sqrt(2 / 3 / 4))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlmgrid.jobs.fold_curve import main, paired_interval
+from dlmgrid.jobs.fold_curve import main
 from dlmgrid.workers.tables import SCORES, to_table, write_table
 from dlmgrid.workers.testing.stored_rows import make_row, small_cell, write_run
 
@@ -64,10 +63,3 @@ def test_a_run_without_what_it_compares_is_named(tmp_path: Path, capsys: pytest.
     assert "method 'ssd' at budget 4 was not run unfolded" in capsys.readouterr().out
     assert main([str(write_run(tmp_path / "free", [make_row(small_cell(), "a", [4, 5])]))]) == 2
     assert "no cell folds" in capsys.readouterr().out
-
-
-def test_the_interval_is_that_of_the_paired_differences() -> None:
-    assert paired_interval([1.0]) == (None, None)
-    mean, margin = paired_interval([1.0, 0.0, -1.0, 0.0])
-    assert mean == 0
-    assert margin == pytest.approx(1.96 * math.sqrt(2 / 3 / 4))
