@@ -15,7 +15,14 @@ from dlmgrid.jobs import bench
 from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
 from dlmgrid.jobs.bench_drafting import growth_rows
 from dlmgrid.jobs.bench_folds import fold_rows
-from dlmgrid.jobs.bench_passes import add_exact_over_fast, group_kernels, num_rows, random_blocks, ratios
+from dlmgrid.jobs.bench_passes import (
+    add_exact_over_fast,
+    group_kernels,
+    num_rows,
+    own_times,
+    random_blocks,
+    ratios,
+)
 from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import random_engine, shape_config
 from dlmgrid.jobs.bench_stock import stock_model
@@ -123,6 +130,11 @@ def test_goals_stand_on_fast_passes_and_exact_is_over_the_fast_pass_of_its_budge
     first, second, third = add_exact_over_fast(rows)
     assert second["over_fast"] == {"block": 1.25, "ahead": 1.25}
     assert "over_fast" not in first and "over_fast" not in third
+
+
+def test_the_time_of_a_kernel_begins_when_the_one_before_it_has_ended() -> None:
+    overlapped = [(2.0, 6.0, "norm"), (0.0, 5.0, "product"), (9.0, 10.0, "norm"), (5.5, 5.8, "copy")]
+    assert own_times(overlapped) == {"product": 5.0, "norm": 2.0, "copy": 0.0}
 
 
 def test_kernels_are_grouped_by_name() -> None:
