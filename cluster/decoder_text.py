@@ -1,11 +1,12 @@
-"""A decoder in words, as every table and note names it."""
+"""A decoder in words, as every table and note names it, and what else tells cells apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dlmgrid.workers.cell import DEFAULT_COMPARISON
+from dlmgrid.workers.cell import CELL_FIELDS, DEFAULT_COMPARISON
 
 NAMED = (
     "decoder", "threshold", "comparison", "factor", "commits_per_step", "verification", "fused_commit", "window",
@@ -31,6 +32,19 @@ def decoder_text(settings: Mapping[str, Any]) -> str:
     if settings["window"]:
         parts.append(f"window {settings['window']}")
     return " ".join(parts)
+
+
+def varied_settings(
+    cells: Iterable[Mapping[str, Any]], *, alike: Sequence[str] = ("model", "benchmark")
+) -> list[str]:
+    """Names of the settings in which cells differ that have the settings ``alike`` in common, in the order of
+    ``CELL_FIELDS``."""
+    values: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for settings in cells:
+        for name in CELL_FIELDS:
+            values[name, *(str(settings[other]) for other in alike)].add(str(settings[name]))
+    varied = {key[0] for key, found in values.items() if len(found) > 1}
+    return [name for name in CELL_FIELDS if name in varied]
 
 
 def _number(value: float) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -21,8 +20,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dlmgrid.cluster.decoder_text import varied_settings
 from dlmgrid.cluster.report import METHOD_FIELDS, Accuracy, CellReport, Level, Report
-from dlmgrid.workers.cell import CELL_FIELDS
 
 # Named in every title or row already, or decided by model and benchmark.
 _ALWAYS_SHOWN = ("model", "benchmark", "temperature", "method", "budget")
@@ -56,7 +55,9 @@ class ReportTable:
 
 def tables_of(report: Report) -> list[ReportTable]:
     """The tables of a report, in the order of its cells. Columns that would be empty are left out."""
-    varied = _varied_settings(report.cells)
+    varied = [
+        name for name in varied_settings(cell.settings for cell in report.cells) if name not in _ALWAYS_SHOWN
+    ]
     tables = []
     for _, group in groupby(report.cells, key=lambda cell: cell.reference_cell_key):
         cells = list(group)
@@ -65,16 +66,6 @@ def tables_of(report: Report) -> list[ReportTable]:
         title += [f"{name} {settings[name]}" for name in varied if name not in METHOD_FIELDS]
         tables.append(_table(" · ".join(title), cells, [name for name in varied if name in METHOD_FIELDS]))
     return tables
-
-
-def _varied_settings(cells: Sequence[CellReport]) -> list[str]:
-    """Settings to name because cells of one model and benchmark differ in them."""
-    values: dict[tuple[str, str, str], set[str]] = defaultdict(set)
-    for cell in cells:
-        for name in CELL_FIELDS:
-            values[name, cell.settings["model"], cell.settings["benchmark"]].add(str(cell.settings[name]))
-    varied = {name for (name, _, _), found in values.items() if len(found) > 1}
-    return [name for name in CELL_FIELDS if name in varied and name not in _ALWAYS_SHOWN]
 
 
 def _table(title: str, cells: Sequence[CellReport], varied: Sequence[str]) -> ReportTable:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
-from dlmgrid.cluster.decoder_text import decoder_text
+from dlmgrid.cluster.decoder_text import NAMED, decoder_text, varied_settings
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.out_folder import check_out, check_out_file
@@ -39,6 +39,9 @@ from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
 
 MAX_CELLS_SHOWN = 1000
+
+_SHOWN_APART = ("model", "revision", "benchmark", "temperature", "method", "budget", *NAMED)
+"""Settings that have a column of their own, or are in the decoder's."""
 
 
 def command(
@@ -171,9 +174,14 @@ def name_files(chains: Sequence[Chain], store: Store) -> list[WorkUnit]:
 def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: bool) -> None:
     table = Table(box=None, pad_edge=False)
     names = ["model", "benchmark", "T", "decoder", "method", "D", "rows", "missing", "forwards/row ≤"]
+    settings = [work.cell.to_dict() for work in works]
+    alike = ("model", "benchmark", "method")
+    varied = [name for name in varied_settings(settings, alike=alike) if name not in _SHOWN_APART]
+    if varied:
+        names.append("and")
     for name in ["cell", *names] if shows_keys else names:
         table.add_column(
-            name, justify="left" if name in ("cell", "model", "benchmark", "method") else "right"
+            name, justify="left" if name in ("cell", "model", "benchmark", "method", "and") else "right"
         )
     for work in works[:MAX_CELLS_SHOWN]:
         cell = work.cell
@@ -189,10 +197,18 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
             str(missing),
             str(forwards_per_row(cell)),
         ]
+        if varied:
+            values.append(_others(cell.to_dict(), varied))
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
     Console(width=160).print(table)
     if len(works) > MAX_CELLS_SHOWN:
         typer.echo(f"… and {len(works) - MAX_CELLS_SHOWN} more cells")
+
+
+def _others(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The ``names`` of a cell's settings with their values, those left out that are not set."""
+    given = {name: settings[name] for name in names if settings[name] not in (None, "", False)}
+    return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 def _print_totals(works: Sequence[CellWork], chains: Sequence[Chain], store: Store | None) -> None:

@@ -69,6 +69,20 @@ def test_the_plan_names_each_decoder_with_its_settings(
         assert text in printed
 
 
+def test_cells_of_a_method_that_only_a_setting_tells_apart_are_told_apart(
+    grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_plan(grid, SOURCES, out=None, limit=None, data=None, units=None)
+    assert "≤\n" in capsys.readouterr().out.replace(" \n", "\n")
+    values = yaml.safe_load(grid.read_text())
+    values["methods"] = ["none", "ssd", {"name": "ssd", "fold": {"tau": 0.25}}]
+    grid.write_text(yaml.safe_dump(values))
+    show_plan(grid, SOURCES, out=None, limit=None, data=None, units=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("fold_tau 0.25" in line for line in lines) == 2
+    assert not any("drafter_fingerprint" in line for line in lines)
+
+
 def test_a_bare_plan_reads_no_weights_and_writes_nothing(
     grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
