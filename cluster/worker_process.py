@@ -11,9 +11,11 @@ from pathlib import Path
 import dlmgrid
 from dlmgrid.workers.errors import InputError
 
+_STDERR = 2  # the descriptor: sys.stderr may be an object that has none
+
 
 def run_worker_module(module: str, arguments: Sequence[str], doing: str) -> None:
-    """Run ``python -m module`` by exec, with this package on its path.
+    """Run ``python -m module`` by exec, with this package on its path. What it prints goes to this process's stderr.
 
     Raises:
         InputError: the process ended with status 2 and one line ``error: …``, which becomes the message.
@@ -25,7 +27,8 @@ def run_worker_module(module: str, arguments: Sequence[str], doing: str) -> None
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=environment,
-        capture_output=True,
+        stdout=_STDERR,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
     )

@@ -25,11 +25,14 @@ from dlmgrid.cluster.store import Store
 from dlmgrid.jobs import diagnose
 from dlmgrid.jobs.plan import show_plan
 from dlmgrid.jobs.replay import command
+from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.drafting.order_checkpoint import find_order_checkpoint
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.offline import decode_units, part_of
 from dlmgrid.workers.tables import DIAGNOSES, REPLAYS
+from dlmgrid.workers.trajectories import replay_process
 from dlmgrid.workers.trajectories.files import unrecorded_text
+from dlmgrid.workers.trajectories.kept_rows import KeptRows
 from dlmgrid.workers.trajectories.plan import ReplayPlan
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
@@ -224,8 +227,6 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     grid.write_text(yaml.safe_dump(GRID | {"temperatures": [0], "methods": ["none"]}))
 
     def replay_with_a_fault(asked: ReplayPlan) -> None:
-        from dlmgrid.workers.trajectories import replay_process
-
         replay_cells = replay_process.join_rows
 
         def faulty(*arguments: Any) -> list[list[dict[str, Any]]]:
@@ -239,6 +240,59 @@ def test_a_count_that_differs_from_the_live_one_is_exit_code_4(
     monkeypatch.setattr("dlmgrid.jobs.replay.replay_grid", replay_with_a_fault)
     assert command(recorded, grid, tmp_path / "out", verify=2) == 4
     assert "1 of 2 rows decoded live agree" in capsys.readouterr().out
+
+
+class StoppedError(Exception):
+    """What a kill is in these tests."""
+
+
+def test_a_replay_that_was_stopped_goes_on_where_it_was(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_process, "part_size", lambda *_: 1)
+    asked, undisturbed = plan(recorded, tmp_path / "a"), plan(recorded, tmp_path / "b")
+    replay_process.run_plan(undisturbed)
+    replayed: list[str] = []
+    make_row = replay_process._row
+    stops_at = 4
+
+    def row_until_stopped(cell: Cell, *rest: Any) -> dict[str, Any]:
+        if len(replayed) == stops_at:
+            raise StoppedError
+        replayed.append(cell.cell_key)
+        return make_row(cell, *rest)
+
+    monkeypatch.setattr(replay_process, "_row", row_until_stopped)
+    with pytest.raises(StoppedError):
+        replay_process.run_plan(asked)
+    out = tmp_path / "a" / "replays"
+    kept = sorted((out / "unfinished").iterdir())
+    assert len(kept) == 4 and not list(out.glob("*.parquet"))
+    kept[0].write_bytes(kept[0].read_bytes()[:100])  # damaged: replayed again
+    replayed.clear()
+    stops_at = 1000
+    replay_process.run_plan(asked)
+    num_rows = sum(len(work.keys) for work in asked.works)
+    assert len(replayed) == num_rows - 3
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        f"{work.cell.cell_key}.parquet" for work in asked.works
+    )
+    for path in out.iterdir():
+        assert pq.read_table(path).equals(pq.read_table(tmp_path / "b" / "replays" / path.name))
+
+
+def test_rows_are_not_kept_for_other_recordings(recorded: Path, tmp_path: Path) -> None:
+    (file,) = list((recorded / "trajectories").glob("**/*.parquet"))[:1]
+    cell = plan(recorded, tmp_path).works[0].cell
+    kept = KeptRows(tmp_path / "kept")
+    kept.save(cell, [(file, 0)], "cpu", {})
+    assert kept.load(cell, [(file, 0)], "cpu") == {}
+    assert kept.load(cell, [(file, 1)], "cpu") is None
+    assert kept.load(cell, [(file, 0)], "cuda") is None
+    other = shutil.copy(file, tmp_path / file.name)
+    assert kept.load(cell, [(other, 0)], "cpu") is None
+    kept.remove(cell)
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is missing is asked for")

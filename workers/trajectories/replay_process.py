@@ -9,10 +9,12 @@ decoding is a model loaded, after the replay.
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from dlmgrid.workers.runtime import check_device
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
 from dlmgrid.workers.trajectories.files import files_by_cell, open_trajectories, read_generation
+from dlmgrid.workers.trajectories.kept_rows import KeptRows
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
 from dlmgrid.workers.trajectories.replay import DraftWithFuture, ReplayBatch, Replayed, without_future
 from dlmgrid.workers.trajectories.trajectory import load_generation
@@ -49,6 +52,11 @@ ROWS_PER_PROCESS = 256
 
 PROCESSES_OF_A_GPU = 4
 """Processes share a GPU by turns: more of them only wait for one another."""
+
+UNFINISHED = "unfinished"
+"""Folder beside the cells' files that keeps what a stopped replay has done."""
+
+SECONDS_BETWEEN_LINES = 10.0
 
 COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "accepted", "drafted_nodes",
             "rows_computed")  # fmt: skip
@@ -87,11 +95,12 @@ def _drafter_of(work: ReplayWork, device: str) -> Drafter:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """Generations that are replayed together for some cells: where each is recorded, as (file, row group). ``device``
-    computes the networks of drafters."""
+    computes the networks of drafters. ``keep`` is where rows are kept until all is done; None: nowhere."""
 
     places: tuple[tuple[Path, int], ...]
     works: tuple[ReplayWork, ...]
     device: str = "cpu"
+    keep: Path | None = None
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -100,7 +109,12 @@ class Part:
 
 
 def split_parts(
-    files: Sequence[Path], works: Sequence[ReplayWork], size: int, *, device: str = "cpu"
+    files: Sequence[Path],
+    works: Sequence[ReplayWork],
+    size: int,
+    *,
+    device: str = "cpu",
+    keep: Path | None = None,
 ) -> list[Part]:
     """The generations that ``works`` ask for, in parts of ``size``.
 
@@ -121,27 +135,33 @@ def split_parts(
                 raise InputError(f"item {key.item_id!r} has no trajectory; record it with dlmgrid record")
     places = list(place_of.values())
     return [
-        Part(places=tuple(places[start : start + size]), works=tuple(works), device=device)
+        Part(places=tuple(places[start : start + size]), works=tuple(works), device=device, keep=keep)
         for start in range(0, len(places), size)
     ]
 
 
 def replay_part(part: Part) -> list[dict[Key, Row]]:
-    """The rows of each of a part's cells, by key."""
-    opened = {path: open_trajectories(path) for path, _ in part.places}
-    batch = ReplayBatch(
-        [load_generation(path, opened[path], group, records=part.records) for path, group in part.places]
-    )
-    memos: dict[str, ScoreMemo] = {}
-    found: list[dict[Key, Row]] = []
-    for work in part.works:
-        memo = memos.setdefault(work.drafter_path, ScoreMemo())
-        rows: dict[Key, Row] = {}
-        for index, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo, part.device))):
-            num_steps = int(batch.ends[index] - batch.firsts[index])
-            rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
-        found.append(rows)
-    return found
+    """The rows of each of a part's cells, by key. Rows that were kept are taken, others are kept as they come."""
+    kept = None if part.keep is None else KeptRows(part.keep)
+    found = [None if kept is None else kept.load(work.cell, part.places, part.device) for work in part.works]
+    missing = [index for index, rows in enumerate(found) if rows is None]
+    if missing:
+        opened = {path: open_trajectories(path) for path, _ in part.places}
+        batch = ReplayBatch(
+            [load_generation(path, opened[path], group, records=part.records) for path, group in part.places]
+        )
+        memos: dict[str, ScoreMemo] = {}
+        for index in missing:
+            work = part.works[index]
+            memo = memos.setdefault(work.drafter_path, ScoreMemo())
+            rows: dict[Key, Row] = {}
+            for number, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo, part.device))):
+                num_steps = int(batch.ends[number] - batch.firsts[number])
+                rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
+            found[index] = rows
+            if kept is not None:
+                kept.save(work.cell, part.places, part.device, rows)
+    return [rows for rows in found if rows is not None]
 
 
 def replay_cells(
@@ -161,15 +181,34 @@ def part_size(num_generations: int, num_processes: int, *, smallest: int = SMALL
     return max(smallest, min(BATCH, -(-num_generations // (3 * num_processes))))
 
 
-def run_parts(parts: Sequence[Part], num_processes: int) -> list[list[dict[Key, Row]]]:
-    """What :func:`replay_part` gives of each part; several processes take one thread each."""
+def run_parts(
+    parts: Sequence[Part], num_processes: int, *, say: Callable[[str], None] | None = None
+) -> list[list[dict[Key, Row]]]:
+    """What :func:`replay_part` gives of each part; several processes take one thread each. ``say`` is told how far it
+    is, at most every ten seconds."""
+    found: dict[int, list[dict[Key, Row]]] = {}
+    told = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told
+        if say is not None and time.monotonic() - told > SECONDS_BETWEEN_LINES and len(found) < len(parts):
+            say(f"replayed {len(found)} of {len(parts)} parts")
+            told = time.monotonic()
+
     if num_processes == 1 or len(parts) == 1:
-        return [replay_part(part) for part in parts]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(num_processes, len(parts)), mp_context=context, initializer=_begin_part_process
-    ) as pool:
-        return list(pool.map(replay_part, parts))
+        for index, part in enumerate(parts):
+            found[index] = replay_part(part)
+            tell()
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            min(num_processes, len(parts)), mp_context=context, initializer=_begin_part_process
+        ) as pool:
+            index_of = {pool.submit(replay_part, part): index for index, part in enumerate(parts)}
+            for future in as_completed(index_of):
+                found[index_of[future]] = future.result()
+                tell()
+    return [found[index] for index in range(len(parts))]
 
 
 def _begin_part_process() -> None:
@@ -236,7 +275,7 @@ def _row(cell: Cell, replayed: Replayed, num_steps: int) -> Row:
 
 
 def run_plan(plan: ReplayPlan) -> None:
-    """Replay a plan, writing each cell's file whole."""
+    """Replay a plan, writing each cell's file whole. What a stopped run of it has done is not done again."""
     check_device(plan.device)
     files = files_by_cell(Path(plan.trajectories))
     out = Path(plan.out)
@@ -250,11 +289,13 @@ def run_plan(plan: ReplayPlan) -> None:
         num_processes = min(num_processes, PROCESSES_OF_A_GPU)
     num_generations = sum(len({key for work in works for key in work.keys}) for works in by_recorded.values())
     size = part_size(num_generations, num_processes)
+    keep = out / UNFINISHED
     groups = [
-        (works, split_parts(files.get(recorded, []), works, size, device=plan.device))
+        (works, split_parts(files.get(recorded, []), works, size, device=plan.device, keep=keep))
         for recorded, works in by_recorded.items()
     ]
-    found = run_parts([part for _, parts in groups for part in parts], num_processes)
+    say = functools.partial(print, flush=True)
+    found = run_parts([part for _, parts in groups for part in parts], num_processes, say=say)
     runner: UnitRunner | None = None
     for works, parts in groups:
         own, found = found[: len(parts)], found[len(parts) :]
@@ -265,6 +306,8 @@ def run_plan(plan: ReplayPlan) -> None:
             partial = partial_path(out / f"{work.cell.cell_key}.parquet")
             write_table(str(partial), to_table(REPLAYS, rows))
             partial.replace(out / f"{work.cell.cell_key}.parquet")
+        for work in works:
+            KeptRows(keep).remove(work.cell)
 
 
 def main() -> None:
