@@ -7,7 +7,6 @@ never over two different sets.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dlmgrid.cluster.accuracy import Accuracy, Score, accuracies, latest_scores
 from dlmgrid.cluster.records import read_record
 from dlmgrid.workers.cell import CELL_FIELDS, IMPORTED, Cell, digest
 from dlmgrid.workers.errors import InputError
@@ -52,33 +52,6 @@ class Level:
 
     equal: int
     checked: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Accuracy:
-    """One metric of one scorer over a cell, in the scorer's latest version.
-
-    ``mean`` is over the ``num_valued`` rows that have a value (None: no row has), ``standard_error`` is the
-    sample standard error of that mean. ``statuses`` counts every generation of the cell, those without a score
-    as ``unscored``. ``change`` is the mean of this cell's value minus the draft-free one's over the ``num_paired``
-    generations that both have, ``change_margin`` 1.96 standard errors of it (the half width of a 95 % interval; None
-    below two pairs); both are None for a draft-free cell.
-    """
-
-    scorer: str
-    scorer_version: str
-    metric: str
-    mean: float | None
-    standard_error: float | None
-    num_valued: int
-    statuses: dict[str, int]
-    change: float | None = None
-    change_margin: float | None = None
-    num_paired: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return set(self.statuses) <= {"scored"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,11 +93,12 @@ class CellReport:
     def is_exact(self) -> bool:
         """True when at least one row was checked and every checked row is equal at all three levels.
 
-        Never under ``greedy_match``, whose law is biased, or where passes fold without a recheck: rows that happen to
-        be equal are luck.
+        Never under ``greedy_match``, whose law is biased, under product max-commit, or where passes fold without a
+        recheck: rows that happen to be equal are luck.
         """
         is_folded = self.settings["fold_tau"] not in (None, 0.0) and not self.settings["fold_recheck"]
-        if self.settings["verification"] == "greedy_match" or is_folded:
+        takes_products = self.settings["product_tau"] is not None
+        if self.settings["verification"] == "greedy_match" or is_folded or takes_products:
             return False
         return all(level.checked > 0 and level.equal == level.checked for level in self.exact.values())
 
@@ -209,7 +183,7 @@ def build_report(run_dir: Path) -> Report:
         for row in rows
     }
     expected = _expected_keys(settings, rows_by_cell)
-    scores = _latest_scores(load_scores(run_dir).to_pylist())
+    scores = latest_scores(load_scores(run_dir).to_pylist())
     cells = [
         _cell_report(
             cell_key,
@@ -285,8 +259,8 @@ def _cell_report(
     rows: Sequence[Mapping[str, Any]],
     references: Mapping[tuple[str, str], Mapping[str, Any]],
     num_expected: int,
-    scores: Sequence[Mapping[str, Any]],
-    reference_scores: Sequence[Mapping[str, Any]],
+    scores: Sequence[Score],
+    reference_scores: Sequence[Score],
 ) -> CellReport:
     done = [row for row in rows if row["generated_tokens"] is not None]
     num_failed = (
@@ -324,7 +298,11 @@ def _cell_report(
         tokens_per_second=_throughput([row for row in done if not row["profiled"]]),
         throughput_ratio=_ratio(_throughput(ours), _throughput(theirs)),
         exact={level: _level(rows, f"exact_{level}") for level in ("tokens", "path", "bits")},
-        accuracies=_accuracies(rows, scores, () if cell.is_reference else reference_scores),
+        accuracies=accuracies(
+            {(row["item_id"], row["repeat"]) for row in rows},
+            scores,
+            () if cell.is_reference else reference_scores,
+        ),
     )
 
 
@@ -349,81 +327,6 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> float | None:
     timed = [row for row in rows if row["seconds_wall"]]
     return _ratio(_total(timed, "generated_tokens"), _total(timed, "seconds_wall")) if timed else None
-
-
-def _latest_scores(scores: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Score rows by cell: of each benchmark's scorer only the version that scored last, one row a key."""
-    ordered = sorted(scores, key=lambda row: (row["scored_at"] is not None, row["scored_at"]))
-    latest = {(row["benchmark"], row["scorer"]): row["scorer_version"] for row in ordered}
-    by_key = {
-        (row["cell_key"], row["item_id"], row["repeat"], row["scorer"], row["metric"]): row
-        for row in ordered
-        if latest[row["benchmark"], row["scorer"]] == row["scorer_version"]
-    }
-    by_cell: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for (cell_key, *_), row in by_key.items():
-        by_cell[cell_key].append(row)
-    return by_cell
-
-
-def paired_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean of paired differences and 1.96 standard errors of it; None where there are fewer than two."""
-    count = len(differences)
-    if count < 2:
-        return None, None
-    mean = sum(differences) / count
-    variance = sum((value - mean) ** 2 for value in differences) / (count - 1)
-    return mean, 1.96 * math.sqrt(variance / count)
-
-
-def _accuracies(
-    rows: Sequence[Mapping[str, Any]],
-    scores: Sequence[Mapping[str, Any]],
-    reference_scores: Sequence[Mapping[str, Any]],
-) -> tuple[Accuracy, ...]:
-    theirs = {_name_of(score): score["value"] for score in reference_scores if score["value"] is not None}
-    keys = {(row["item_id"], row["repeat"]) for row in rows}
-    by_metric: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for score in scores:
-        if (score["item_id"], score["repeat"]) in keys:
-            by_metric[score["scorer"], score["scorer_version"], score["metric"]].append(score)
-    found = []
-    for (scorer, version, metric), scored in sorted(by_metric.items()):
-        values = [score["value"] for score in scored if score["value"] is not None]
-        mean = sum(values) / len(values) if values else None
-        error = None
-        if mean is not None and len(values) > 1:
-            variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-            error = math.sqrt(variance / len(values))
-        differences = [
-            score["value"] - theirs[_name_of(score)]
-            for score in scored
-            if score["value"] is not None and _name_of(score) in theirs
-        ]
-        change, margin = paired_interval(differences)
-        statuses = Counter(score["status"] for score in scored)
-        if len(scored) < len(keys):
-            statuses["unscored"] = len(keys) - len(scored)
-        found.append(
-            Accuracy(
-                scorer=scorer,
-                scorer_version=version,
-                metric=metric,
-                mean=mean,
-                standard_error=error,
-                num_valued=len(values),
-                statuses=dict(statuses),
-                change=change,
-                change_margin=margin,
-                num_paired=len(differences),
-            )
-        )
-    return tuple(found)
-
-
-def _name_of(score: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a score has in common with that of the same generation in another cell."""
-    return tuple(score[name] for name in ("item_id", "repeat", "scorer", "scorer_version", "metric"))
 
 
 def _order(cell: CellReport) -> tuple[Any, ...]:

@@ -20,11 +20,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dlmgrid.cluster.accuracy import Accuracy
 from dlmgrid.cluster.decoder_text import varied_settings
-from dlmgrid.cluster.report import METHOD_FIELDS, Accuracy, CellReport, Level, Report
+from dlmgrid.cluster.report import METHOD_FIELDS, CellReport, Level, Report
 
 # Named in every title or row already, or decided by model and benchmark.
 _ALWAYS_SHOWN = ("model", "benchmark", "temperature", "method", "budget")
+
+_UNBROKEN = ("method", "D", "claim")
+"""Columns of the terminal that stay whole where others are folded."""
 
 _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "plain": ""}
 
@@ -32,7 +36,8 @@ LEGEND = (
     "NFE: target forwards per item (prefill, denoising, commit and draft passes). × fewer: draft-free NFE over this "
     "one's, × faster: tokens/s over draft-free tokens/s, both over the items that both have. accepted: drafted "
     "states accepted per verification round. tokens, path, bits: rows equal to the serialized run over rows "
-    "checked. ± of a metric: its standard error. Δ: mean difference to the same items draft-free, ± a 95 % interval."
+    "checked. ± of a metric: its standard error. Δ: mean difference to the same generations draft-free, ± half of a "
+    "95 % interval (Student's t over items; none where no value differs)."
 )
 
 
@@ -75,7 +80,8 @@ def _table(title: str, cells: Sequence[CellReport], varied: Sequence[str]) -> Re
         "D": [Entry(text=str(cell.settings["budget"])) for cell in cells],
     }
     for name in varied:
-        columns[name] = [Entry(text=_plain(cell.settings[name])) for cell in cells]
+        heading, digits = ("drafter", 8) if name == "drafter_fingerprint" else (name, None)
+        columns[heading] = [Entry(text=_plain(cell.settings[name])[:digits]) for cell in cells]
     columns |= {
         "rows": [_rows_entry(cell) for cell in cells],
         "NFE": [_number(cell.nfe_mean, ".1f") for cell in cells],
@@ -147,12 +153,14 @@ def _may_differ(cell: CellReport) -> bool:
 
 
 def _change_entry(cell: CellReport, scorer: str, metric: str) -> Entry:
-    """The paired change of a metric with its 95 % interval, red where the interval lies below 0."""
+    """The paired change of a metric, with its 95 % interval if values differ; red where the interval lies below 0."""
     found = [item for item in cell.accuracies if (item.scorer, item.metric) == (scorer, metric)]
-    if not found or found[0].change is None or found[0].change_margin is None:
+    change = found[0].change if found else None
+    if change is None:
         return Entry(text="–")
-    change, margin = found[0].change, found[0].change_margin
-    return Entry(text=f"{change:+.3f} ±{margin:.3f}", tone="bad" if change + margin < 0 else "plain")
+    margin = "" if change.margin is None else f" ±{change.margin:.3f}"
+    text = f"{change.mean:+.3f}{margin} ({change.num_differing}/{change.num_paired} differ)"
+    return Entry(text=text, tone="bad" if change.is_loss else "plain")
 
 
 def _accuracy_text(accuracy: Accuracy) -> Entry:
@@ -173,7 +181,12 @@ def terminal_view(report: Report) -> RenderableType:
     for shown in tables_of(report):
         table = Table(title=shown.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for index, heading in enumerate(shown.headings):
-            table.add_column(heading, justify="left" if index == 0 else "right")
+            table.add_column(
+                heading,
+                justify="left" if index == 0 else "right",
+                overflow="fold",
+                no_wrap=heading in _UNBROKEN,
+            )
         for row in shown.rows:
             table.add_row(*(Text(entry.text, style=_STYLES[entry.tone]) for entry in row))
         parts.append(table)
@@ -244,7 +257,7 @@ def json_text(report: Report) -> str:
 
 
 def csv_text(report: Report) -> str:
-    """One line a cell: its settings, its figures, then ``scorer metric`` columns: mean, paired change, its margin."""
+    """One line a cell: its settings, its figures, then columns of each metric: mean, what it rests on, change."""
     lines = [_flat(cell) for cell in report.cells]
     headings = list(dict.fromkeys(name for line in lines for name in line))
     text = io.StringIO()
@@ -261,6 +274,14 @@ def _flat(cell: CellReport) -> dict[str, object]:
     for level, counts in cell.exact.items():
         line |= {f"exact_{level}": counts.equal, f"checked_{level}": counts.checked}
     for item in cell.accuracies:
-        name = f"{item.scorer} {item.metric}"
-        line |= {name: item.mean, f"{name} change": item.change, f"{name} change_margin": item.change_margin}
+        name, change = f"{item.scorer} {item.metric}", item.change
+        line |= {
+            name: item.mean, f"{name} standard_error": item.standard_error, f"{name} valued": item.num_valued,
+            f"{name} without value": item.num_unvalued,
+        }  # fmt: skip
+        if change is not None:
+            line |= {
+                f"{name} change": change.mean, f"{name} change_margin": change.margin,
+                f"{name} paired": change.num_paired, f"{name} differing": change.num_differing,
+            }  # fmt: skip
     return line

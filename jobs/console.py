@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-WIDTH_OF_A_LOG = 160
+WIDTH_OF_A_LOG = 220
 
 
 def table_console() -> Console:

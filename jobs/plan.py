@@ -33,6 +33,7 @@ from dlmgrid.cluster.run import (
 )
 from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
+from dlmgrid.jobs.console import WIDTH_OF_A_LOG
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.unit_file import read_units
@@ -200,7 +201,7 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
         if varied:
             values.append(_others(cell.to_dict(), varied))
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
-    Console(width=160).print(table)
+    Console(width=WIDTH_OF_A_LOG).print(table)
     if len(works) > MAX_CELLS_SHOWN:
         typer.echo(f"… and {len(works) - MAX_CELLS_SHOWN} more cells")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlmgrid.cluster.report import Report, build_report, paired_interval
+from dlmgrid.cluster.accuracy import change_of
+from dlmgrid.cluster.report import Report, build_report
 from dlmgrid.cluster.report_views import csv_text, html_page, json_text, tables_of, terminal_view
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.tables import SCORES, to_table, write_table
@@ -166,23 +166,64 @@ def test_metrics_of_answers_that_may_differ_stand_beside_their_paired_change(tmp
     )
     report = build_report(run_dir)
     (free,), (chain,) = (cell.accuracies for cell in report.cells)
-    assert (free.change, free.change_margin, free.num_paired) == (None, None, 0)
-    assert chain.num_paired == 3
-    assert chain.change == pytest.approx(-1 / 3)
-    assert chain.change_margin == pytest.approx(1.96 / 3)
-    assert _column(report, "Δ words exact") == ["–", "-0.333 ±0.653"]
+    assert free.change is None
+    assert chain.change is not None
+    assert (chain.change.num_paired, chain.change.num_items, chain.change.num_differing) == (3, 3, 1)
+    assert chain.change.mean == pytest.approx(-1 / 3)
+    assert chain.change.margin == pytest.approx(4.3027 / 3, rel=1e-4)
+    assert _column(report, "Δ words exact") == ["–", "-0.333 ±1.434 (1/3 differ)"]
     lines = list(csv.DictReader(io.StringIO(csv_text(report))))
     assert float(lines[1]["words exact change"]) == pytest.approx(-1 / 3)
+    names = ("valued", "without value", "paired", "differing")
+    assert [lines[1][f"words exact {name}"] for name in names] == ["3", "1", "3", "1"]
+    assert [lines[0][f"words exact {name}"] for name in names] == ["4", "0", "", ""]
+
+
+def test_repeats_of_an_item_are_no_items_of_their_own() -> None:
+    once = [(item, -1.0 if item == "c" else 0.0) for item in "abcde"]
+    change, repeated = change_of(once), change_of(once * 4)
+    assert change.margin == pytest.approx(0.2 * 2.7764, rel=1e-4)
+    assert (repeated.mean, repeated.margin) == pytest.approx((change.mean, change.margin))
+    assert (repeated.num_items, repeated.num_paired, repeated.num_differing) == (5, 20, 4)
+    assert not change.is_loss
+    assert change_of([("a", -1.0)]).margin is None
+
+
+def test_no_interval_is_drawn_from_values_that_do_not_differ(tmp_path: Path) -> None:
+    assert change_of([("a", 0.0), ("b", 0.0)]).margin is None
+    rows = _rows("ab", exact_tokens=False)
+    run_dir = write_run(tmp_path, rows)
+    _write_scores(run_dir, [_score(row, 1.0) for row in rows])
+    assert _column(build_report(run_dir), "Δ words exact") == ["–", "+0.000 (0/2 differ)"]
+
+
+def test_a_score_that_is_no_number_is_named(tmp_path: Path) -> None:
+    rows = _rows("a")
+    run_dir = write_run(tmp_path, rows)
+    _write_scores(run_dir, [_score(rows[0], float("nan"))])
+    with pytest.raises(InputError, match=r"a score of item .a. of cell .* is nan"):
+        build_report(run_dir)
+
+
+def test_product_max_commit_is_never_listed_as_exact(tmp_path: Path) -> None:
+    product = small_cell(method="spot_sets_product", budget=1, product_tau=0.999)
+    reference = make_row(REFERENCE, "a", TOKENS)
+    rows = [reference, make_row(product, "a", TOKENS, accepted=[2, 1, 0], reference=reference)]
+    report = build_report(write_run(tmp_path, rows))
+    assert not report.cells[1].is_exact
+    assert _column(report, "× fewer") == ["1.00", "1.50 inexact"]
 
 
 def test_a_loss_of_accuracy_is_red_and_exact_answers_have_no_such_column(tmp_path: Path) -> None:
     for exact in (False, True):
-        rows = _rows("abcd", exact_tokens=exact)
+        rows = _rows("abcdefgh", exact_tokens=exact)
         run_dir = write_run(tmp_path / str(exact), rows)
-        _write_scores(run_dir, [_score(row, float(row["cell_key"] != CHAIN.cell_key)) for row in rows])
+        values = {row["item_id"]: float(row["item_id"] == "a") for row in rows}
+        own = [values[row["item_id"]] if row["cell_key"] == CHAIN.cell_key else 1.0 for row in rows]
+        _write_scores(run_dir, [_score(row, value) for row, value in zip(rows, own, strict=True)])
         (table,) = tables_of(build_report(run_dir))
         assert ("Δ words exact" in table.headings) is not exact
-        tones = [entry.tone for row in table.rows for entry in row if entry.text == "-1.000 ±0.000"]
+        tones = [entry.tone for row in table.rows for entry in row if entry.text.startswith("-0.875")]
         assert tones == ([] if exact else ["bad"])
 
 
@@ -332,10 +373,3 @@ def test_scores_that_are_none_and_settings_that_cannot_be_are_named(tmp_path: Pa
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the --out folder of a run"):
         build_report(tmp_path)
-
-
-def test_the_interval_is_that_of_the_paired_differences() -> None:
-    assert paired_interval([1.0]) == (None, None)
-    mean, margin = paired_interval([1.0, 0.0, -1.0, 0.0])
-    assert mean == 0
-    assert margin == pytest.approx(1.96 * math.sqrt(2 / 3 / 4))
