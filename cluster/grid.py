@@ -410,10 +410,12 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _first_error(error: ValidationError) -> str:
     """One line for the first thing wrong: its place in the file, what was found, what is allowed."""
     first = error.errors(include_url=False)[0]
+    kind, found = first["type"], first["input"]
     place = ""
     for part in first["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
-    kind, found = first["type"], first["input"]
+        if part in _EITHER and part != first["loc"][-1]:  # what follows names the form that was tried first
+            return f"{place}: should be {_EITHER[str(part)]} (found {_shown(found)})"
     limits = first.get("ctx", {})
     if kind == "missing":
         return f"{place}: missing; add it to the grid"
@@ -434,6 +436,12 @@ def _first_error(error: ValidationError) -> str:
         return f"{place}: {message}" if place else message
     return f"{place}: {message[0].lower()}{message[1:]} (found {_shown(found)})"
 
+
+_EITHER = {
+    "tau": "a number of at least 0, or a list of one for each layer",
+    "recheck": "true, false or pipelined",
+}
+"""What a key may be that takes values of several forms."""
 
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
 """Numbers that YAML 1.2 reads as such and YAML 1.1 as text, for want of a point or of the exponent's sign."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dlmgrid.cluster.cells import Model, Questions
-from dlmgrid.cluster.grid import Grid
+from dlmgrid.cluster.grid import DecoderEntry, Grid
 
 ADAPTER = "linear_spec_lora"
 """The folder of Nemotron-Labs-Diffusion's optional adapter for the draft passes of ``linear_spec``."""
@@ -76,6 +76,10 @@ def _draft_free(grid: Grid) -> list[str]:
 
 def _without_effect(grid: Grid, models: Sequence[Model], *, records: bool) -> list[str]:
     lines = []
+    if grid.repeats > 1 and 0 in grid.temperatures and not any(_draws_order(entry) for entry in grid.decoder):
+        lines.append(
+            f"repeats: {grid.repeats} at temperature 0 are copies of one another: nothing is drawn there"
+        )
     if grid.record and not records:
         lines.append(
             f"record: {', '.join(grid.record)} without effect: nothing is recorded; use dlmgrid record, or dlmgrid "
@@ -95,6 +99,11 @@ def _without_effect(grid: Grid, models: Sequence[Model], *, records: bool) -> li
             "are those of eos, with more forwards"
         )
     return lines
+
+
+def _draws_order(decoder: DecoderEntry) -> bool:
+    """Whether a decoder draws the order of positions, or may: what a published one does its family knows."""
+    return bool(decoder.alg_temp) or decoder.confidence in ("random", "origin") or decoder.variant is not None
 
 
 def _limits(grid: Grid, questions: Sequence[Questions], limit: int | None) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from dlmgrid.cluster.records import submission_id
 from dlmgrid.workers.errors import InputError
@@ -84,6 +86,28 @@ def check_out_file(path: Path, option: str, suffix: str = "", *, beside: Sequenc
             f"{option} {path} cannot be written ({reason}); name a file in a folder you can write"
         )
     return path
+
+
+def check_own_json(path: Path, option: str, what: str, is_own: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Check that a JSON file that would be replaced is of the kind that replaces it, or is not there.
+
+    Raises InputError for any other file, naming ``what`` it should be.
+    """
+    if not path.exists():
+        return
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict) or not is_own(values):
+        raise InputError(
+            f"{option}: {path} exists and is no {what}, so it is not overwritten; give another name or move it"
+        )
+
+
+def has_format(*kinds: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a file's values have a format of one of these kinds, in any version."""
+    return lambda values: str(values.get("format", "")).startswith(kinds)
 
 
 def _refuses_files(folder: Path) -> str:

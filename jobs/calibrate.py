@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlmgrid.cluster.out_folder import check_out_file
+from dlmgrid.cluster.out_folder import check_out_file, check_own_json, has_format
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.partial_files import write_whole
 
@@ -51,6 +51,10 @@ def command(
     if method not in METHODS:
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
     check_out_file(out, "--out", ".json", beside=[".svg"] if method == "spiffy" else [])
+    if method == "spiffy":
+        check_own_json(out, "--out", "draft graph", has_format("dlmgrid-draft-graph"))
+    else:
+        check_own_json(out, "--out", "calibration of γ", lambda values: values.get("method") == "spot_gamma")
     of_spiffy = {"--selection": selection}
     of_gamma = {"--checkpoint": checkpoint, "--max-rise": max_rise, "--device": device}
     foreign = of_gamma if method == "spiffy" else of_spiffy

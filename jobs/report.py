@@ -26,6 +26,9 @@ def command(
     Works on a run that is still going or has stopped, and then says what is missing. A speed-up is shown only
     together with its exactness verdict. Exits with 5 for a run that has no rows yet.
     """
+    given = [path.absolute() for path in (html, json, csv) if path is not None]
+    if len(set(given)) < len(given):
+        raise InputError("--html, --json and --csv name one file twice; give each a file of its own")
     report = build_report(out)
     table_console().print(terminal_view(report))
     if html is not None:

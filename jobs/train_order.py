@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlmgrid.cluster.out_folder import check_out_file
+from dlmgrid.cluster.out_folder import check_out_file, check_own_json, has_format
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def command(
     training that was stopped goes on when the same command is given again.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
+    is_card = has_format("dlmgrid-order-model", "dlmgrid-token-model")
+    check_own_json(out.with_suffix(".json"), f"--out {out}", "card of an order model", is_card)
     if not tokens and (hidden or (width, layers, dropout) != (None, None, None)):
         raise InputError(
             "--hidden, --width, --layers and --dropout are options of --tokens; give it too, or leave them out"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlmgrid.cluster.out_folder import check_out_file
+from dlmgrid.cluster.out_folder import check_out_file, check_own_json, has_format
 from dlmgrid.workers.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ def command(
         bool | None,
         typer.Option("--hidden/--no-hidden", help="Read hidden states: where all runs have them."),
     ] = None,
-    width: Annotated[int, typer.Option(min=8, help="Of the encoder, a multiple of 8.")] = 320,
-    layers: Annotated[int, typer.Option(min=1, help="Of the encoder.")] = 4,
+    width: Annotated[
+        int | None, typer.Option(min=8, help="Of the encoder, a multiple of 8; default 320.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the encoder; default 4.")] = None,
     dropout: Annotated[float, typer.Option(min=0, max=0.9, help="In training.")] = 0.1,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps at most.")] = 3000,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 512,
@@ -51,7 +53,11 @@ def command(
     checkpoint drafts for the recorded target only; --refit moves one to another.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
-    if width % 8:
+    is_card = has_format("dlmgrid-set-model")
+    check_own_json(out.with_suffix(".json"), f"--out {out}", "card of a set model", is_card)
+    if refit is not None and (width, layers) != (None, None):
+        raise InputError("--refit keeps the shape of its model; leave --width and --layers out")
+    if width is not None and width % 8:
         raise InputError(f"--width {width} is no multiple of 8; give 128 or 320")
     from dlmgrid.workers.drafting.calibration_data import check_calibration, describe_calibration, labels_of
     from dlmgrid.workers.drafting.set_checkpoint import read_set_checkpoint, save_set_model
@@ -89,7 +95,7 @@ def command(
     training, held_out = load_set_examples(trajectories, hidden=hidden, say=typer.echo)
     typer.echo(f"{training.num_examples} training and {held_out.num_examples} held-out examples")
     hidden_size = 0 if training.hidden is None else training.hidden.shape[-1]
-    sizes = {"hidden_size": hidden_size, "width": width, "num_layers": layers}
+    sizes = {"hidden_size": hidden_size, "width": width or 320, "num_layers": layers or 4}
     model = _first_model(labels[0], base, sizes, seed, dropout)
     state = out.with_suffix(".state")
     trained = train_sets(

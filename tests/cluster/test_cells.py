@@ -244,6 +244,11 @@ def test_what_is_folded_or_has_no_effect_is_said(
         "methods: none drafts nothing; its budgets [3] are not used",
         "methods: ssd with budget 0 is the draft-free cell, which is run once",
     ]
+    assert remarks(repeats=3, temperatures=[0, 1]) == [
+        "repeats: 3 at temperature 0 are copies of one another: nothing is drawn there"
+    ]
+    assert remarks(repeats=3, temperatures=[1]) == []
+    assert remarks(repeats=3, temperatures=[0], decoder={"name": "static", "confidence": "random"}) == []
     window = {"name": "static", "window": "full"}
     assert remarks(methods=["none"], decoder=window) == [
         "decoder: window full is without effect: no method of the grid drafts"

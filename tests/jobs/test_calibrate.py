@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dlmgrid.jobs import calibrate, train_order, train_sets
+from dlmgrid.workers.drafting import training_loop
 from dlmgrid.workers.drafting.catalog import get_method
 from dlmgrid.workers.drafting.drafter_file import find_drafter_file, misfit
 from dlmgrid.workers.drafting.order_checkpoint import read_order_checkpoint
@@ -132,12 +133,15 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
 
     other = tmp_path / "other.parquet"
     record_tiny_runs(other, 16, records=("hidden",), weight_fingerprint="a" * 24, **settings)
-    train_sets.command(other, fitted, refit=out, **small)
+    fit = {name: value for name, value in small.items() if name not in ("width", "layers")}
+    with pytest.raises(InputError, match="--refit keeps the shape of its model; leave --width and --layers"):
+        train_sets.command(other, fitted, refit=out, **small)
+    train_sets.command(other, fitted, refit=out, **fit)
     assert read_set_checkpoint(fitted).card["refit_of"] == found.fingerprint
     reason = misfit(find_drafter_file(spot_sets, str(fitted)), cell)
     assert reason is not None and "reads tokens of other weights" in reason
     with pytest.raises(InputError, match="reads hidden states; give --hidden or nothing"):
-        train_sets.command(other, fitted, refit=out, hidden=False, **small)
+        train_sets.command(other, fitted, refit=out, hidden=False, **fit)
 
     capsys.readouterr()
     record_tiny_runs(path, 16, **settings)
@@ -155,6 +159,52 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
         InputError, match=r"of the decoders static; a set model learns from one, threshold or factor"
     ):
         train_sets.command(path, out, **small)
+
+
+def test_a_file_of_another_kind_is_not_overwritten(recorded: Path, tmp_path: Path) -> None:
+    graph, order = tmp_path / "both.json", tmp_path / "both.safetensors"
+    calibrate.command(recorded, "spiffy", graph, budget=4)
+    before = graph.read_bytes()
+    with pytest.raises(InputError, match=r"both\.json exists and is no card of an order model"):
+        train_order.command(recorded, order, steps=2)
+    with pytest.raises(InputError, match=r"both\.json exists and is no card of a set model"):
+        train_sets.command(recorded, order, steps=2)
+    with pytest.raises(InputError, match=r"both\.json exists and is no calibration of γ"):
+        calibrate.command(recorded, "spot_gamma", graph, checkpoint="reference")
+    assert graph.read_bytes() == before
+    calibrate.command(recorded, "spiffy", graph, budget=6)
+    assert len(load_graph(graph).nodes) == 6
+    graph.write_text("not json")
+    with pytest.raises(InputError, match="exists and is no draft graph"):
+        calibrate.command(recorded, "spiffy", graph, budget=4)
+
+
+def test_a_long_training_says_so_and_keeps_what_it_did_between_evaluations(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    undisturbed, stopped = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    settings: dict[str, Any] = {"steps": 6, "batch_size": 8, "evaluate_every": 6}
+    train_order.command(recorded, undisturbed, **settings)
+    monkeypatch.setattr(training_loop, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(training_loop, "SECONDS_BETWEEN_STATES", 0.0)
+    step = training_loop.Progress._step
+
+    def step_until_stopped(progress: training_loop.Progress, *rest: Any) -> None:
+        if progress.step == 4:
+            raise StoppedError
+        step(progress, *rest)
+
+    monkeypatch.setattr(training_loop.Progress, "_step", step_until_stopped)
+    with pytest.raises(StoppedError):
+        train_order.command(recorded, stopped, **settings)
+    assert "step 3 of 6" in capsys.readouterr().out
+    monkeypatch.setattr(training_loop.Progress, "_step", step)
+    train_order.command(recorded, stopped, **settings)
+    assert "resumed at step 4 of 6" in capsys.readouterr().out
+    assert stopped.read_bytes() == undisturbed.read_bytes()
 
 
 def test_an_order_model_that_reads_tokens_is_trained_for_one_target(

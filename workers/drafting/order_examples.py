@@ -10,7 +10,7 @@ Legend: E examples, P snapshots, L block length.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +70,18 @@ def split_runs(runs: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Traje
     """Training and held-out runs, apart by prompt. Raises InputError where either is empty."""
     held_out = [run for run in runs if is_held_out(run.item_id)]
     training = [run for run in runs if not is_held_out(run.item_id)]
-    if not training or not held_out:
-        raise InputError(
-            f"{len({run.item_id for run in runs})} recorded items split into {len(training)} training and "
-            f"{len(held_out)} held-out runs; record more items (one in ten is held out)"
-        )
+    check_split({run.item_id for run in runs})
     return training, held_out
+
+
+def check_split(item_ids: Collection[str]) -> None:
+    """Raises InputError where one of the two parts of these items is empty."""
+    held_out = sum(is_held_out(item_id) for item_id in item_ids)
+    if not 0 < held_out < len(item_ids):
+        raise InputError(
+            f"of {len(item_ids)} recorded items {len(item_ids) - held_out} are for training and {held_out} held out; "
+            "record more items: about one in ten is held out, chosen by a hash of its id, so that 50 are enough"
+        )
 
 
 def make_examples(runs: Sequence[Trajectory]) -> OrderExamples:

@@ -25,7 +25,7 @@ from torch import Tensor
 from dlmgrid.kernels.logits import NUM_CANDIDATES
 from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
-from dlmgrid.workers.drafting.order_examples import MAX_DEPTH, is_held_out
+from dlmgrid.workers.drafting.order_examples import MAX_DEPTH, check_split, is_held_out
 from dlmgrid.workers.drafting.stale_roots import root_steps, steps_left
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.trajectories.files import Place, open_trajectories, recorded_places
@@ -116,11 +116,7 @@ def load_token_examples(
     groups: list[list[Place]] = [[], []]
     for place in places:
         groups[is_held_out(place.key.item_id)].append(place)
-    if not all(groups):
-        raise InputError(
-            f"{len({place.key.item_id for place in places})} recorded items split into {len(groups[0])} training and "
-            f"{len(groups[1])} held-out runs; record more items (one in ten is held out)"
-        )
+    check_split({place.key.item_id for place in places})
     say(f"reading {len(places)} recorded generations")
     training, held_out = (_load(group, hidden=hidden, complete=complete) for group in groups)
     if training.states.shape[1] != held_out.states.shape[1]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ NUM_PROBED = 4096
 """Held-out examples, evenly spread, that an evaluation during training takes."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_STATES = 20.0, 60.0
+"""How long a training between two evaluations says nothing, and how much of it a kill may cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +102,8 @@ class Progress:
             losses: of the training examples int64 [B], fp32 [B] in nats.
             depths: int64, of all training examples.
             evaluate: the loss on held-out prompts, and what else to say of it.
-            state: a file that holds the training after every evaluation; an existing one is resumed.
+            state: a file that holds the training after every evaluation, and once a minute between them; an existing
+                one is resumed.
             data: identifies examples and first weights, see :func:`fingerprint`.
 
         Raises:
@@ -106,9 +112,17 @@ class Progress:
         if state is not None and state.exists():
             self._load(state, data)
             say(f"resumed at step {self.step} of {self.settings.steps}")
+        said = saved = time.monotonic()
         while not self.is_over:
             self._step(losses, depths)
             if self.step % self.settings.evaluate_every and self.step < self.settings.steps:
+                now = time.monotonic()
+                if now - said >= SECONDS_BETWEEN_LINES:
+                    said = now
+                    say(f"step {self.step} of {self.settings.steps}")
+                if state is not None and now - saved >= SECONDS_BETWEEN_STATES:
+                    self._save(state, data)
+                    saved = time.monotonic()
                 continue
             loss, words = evaluate()
             if not math.isfinite(loss):
@@ -124,6 +138,7 @@ class Progress:
             say(f"step {self.step}: held-out loss {loss:.4f}, {words}")
             if state is not None:
                 self._save(state, data)
+            said = saved = time.monotonic()
         self.model.load_state_dict(self.best)
 
     def _step(self, losses: Callable[[Tensor], Tensor], depths: Tensor) -> None:

@@ -136,5 +136,5 @@ def test_recordings_that_cannot_teach_are_refused(tmp_path: Path) -> None:
         load()
     record_tiny_runs(path, 2)
     assert not any(is_held_out(f"item-{index}") for index in range(2))
-    with pytest.raises(InputError, match="2 recorded items split into 2 training and 0 held-out runs"):
+    with pytest.raises(InputError, match="of 2 recorded items 2 are for training and 0 held out"):
         load()
