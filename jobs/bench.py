@@ -18,8 +18,8 @@ Tables, all read in one run:
 
 Shapes have random weights; decode, folds and batch take the checkpoint's. A table that fails is a line under
 ``errors`` and exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to
-a JSON file with device, versions and commit, written again after every table. Needs torch and transformers, nothing
-else.
+a JSON file with device, versions and commit, written again after every table from the first row on. Options that
+cannot be are refused in one line, exit code 2, before anything is measured. Needs torch and transformers, nothing else.
 """
 
 from __future__ import annotations
@@ -194,10 +194,11 @@ class Bench:
         self.arguments = arguments
         self.device, self.dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
         self.kernels = default_kernels(arguments.device)
+        self._check_options()
+        check_results(arguments.out)  # before a checkpoint may be fetched
         self.folder, self.config = check_block_causal(arguments.checkpoint)
         self.given = parse_drafters(arguments.drafters)
-        self._check()
-        check_results(arguments.out)
+        self._check_inputs()
         self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
         self.report: dict[str, Any] = {
             "what": "measured / goal by table, milliseconds and tokens/s of one run",
@@ -255,7 +256,7 @@ class Bench:
         """Whether a table has any row yet: the file is written from then on."""
         return any(self.report["tables"].values())
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         given = self.arguments
         check_kernels(self.kernels, given.device, given.dtype)
         if not any(self._measures(table) for table in given.tables):
@@ -266,6 +267,9 @@ class Bench:
         for prefix in given.prefixes:
             for shape in given.shapes:
                 check_prefix(prefix, shape_config(shape), shape, "--prefixes")
+
+    def _check_inputs(self) -> None:
+        given = self.arguments
         if "stock" in given.tables:
             check_prefix(given.prefixes[0], self.config, self.folder.name, "--prefixes")
         for method, parts in self.given.items():

@@ -179,9 +179,8 @@ def check(options: argparse.Namespace) -> Inputs | None:
     check_kernels(options.kernels, options.device, options.dtype)
     for shape in options.shapes:
         check_prefix(options.prefix, shape_config(shape), shape, "--prefix")
-    inputs = read_inputs(options) if options.items else None
-    check_results(options.out)
-    return inputs
+    check_results(options.out)  # before a checkpoint may be fetched
+    return read_inputs(options) if options.items else None
 
 
 def read_inputs(options: argparse.Namespace) -> Inputs:

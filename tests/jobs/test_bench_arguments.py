@@ -4,6 +4,7 @@ results stays as it is until there are new ones, and every option says what it i
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import subprocess
 import sys
@@ -265,6 +266,36 @@ def test_what_the_machine_refuses_while_measuring_is_one_line(
     monkeypatch.setattr(bench_folding, "measure_ceilings", refuses)
     line = refusal(bench_folding, usual(bench_folding, folder), capsys)
     assert line == "error: numerics: exact does not hold here\n"
+
+
+def test_results_are_written_whole_or_the_older_ones_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Path, _: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(bench_families, "bench_model", lambda *_: {})
+    monkeypatch.setattr(bench_families, "print_rows", lambda *_, **__: None)
+    (folder / "out.json").write_text("older")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        assert bench_families.main(usual(bench_families, folder)) == 5
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and "No space left" in printed
+    assert (folder / "out.json").read_text() == "older"
+    assert bench_families.main(usual(bench_families, folder)) == 0
+    assert json.loads((folder / "out.json").read_text())["device"].startswith("cpu")
+    assert not list(folder.glob("*.part"))
+
+
+def test_prompts_of_which_no_pass_has_drafts_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_folding, "load_engine", lambda *_, **__: None)
+    monkeypatch.setattr(bench_folding, "drafted_passes", lambda *_: [])
+    words = [*usual(bench_folding, folder), "--shapes"]
+    assert "no pass had drafts" in refusal(bench_folding, words, capsys)
+    assert not (folder / "out.json").exists()
 
 
 @pytest.mark.parametrize("module", BENCHES)
