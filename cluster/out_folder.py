@@ -1,17 +1,14 @@
-"""The output folder or file that a command is given, and the codes that it ends with. No Ray here."""
+"""The output folder that a command is given, and the codes that it ends with. No Ray here."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from dlmgrid.cluster.records import submission_id
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.out_file import refuses_files
 
 
 class ExitCode(IntEnum):
@@ -58,65 +55,9 @@ def check_out(out: Path) -> Path:
             if existing == out
             else f"--out {out} lies below {existing}, which is no folder; choose another"
         )
-    if existing != out and _refuses_files(existing):
+    if existing != out and refuses_files(existing):
         raise InputError(f"--out {out} cannot be made, {existing} is not writable; choose another")
     return out
-
-
-def check_out_file(path: Path, option: str, suffix: str = "", *, beside: Sequence[str] = ()) -> Path:
-    """The file that ``option`` names, checked before the work that it is to hold.
-
-    ``suffix`` is the ending that it must have; ``beside`` are the endings of what is written with it. Raises
-    InputError for another ending, a folder, a folder that is not there, and a place where no file can be written.
-    """
-    if suffix and path.suffix != suffix:
-        raise InputError(f"{option} {path}: give a {suffix} file")
-    try:
-        for file in (path, *(path.with_suffix(ending) for ending in beside)):
-            if file.is_dir():
-                raise InputError(f"{option} {path}: {file} is a folder; name a file")
-        if not path.parent.is_dir():
-            raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
-        reason = _refuses_files(path.parent)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{option} {path} is no usable path ({error}); choose another") from error
-    if reason or (path.exists() and not os.access(path, os.W_OK)):
-        reason = reason or "the file may not be changed"
-        raise InputError(
-            f"{option} {path} cannot be written ({reason}); name a file in a folder you can write"
-        )
-    return path
-
-
-def check_own_json(path: Path, option: str, what: str, is_own: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Check that a JSON file that would be replaced is of the kind that replaces it, or is not there.
-
-    Raises InputError for any other file, naming ``what`` it should be.
-    """
-    if not path.exists():
-        return
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        values = None
-    if not isinstance(values, dict) or not is_own(values):
-        raise InputError(
-            f"{option}: {path} exists and is no {what}, so it is not overwritten; give another name or move it"
-        )
-
-
-def has_format(*kinds: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a file's values have a format of one of these kinds, in any version."""
-    return lambda values: str(values.get("format", "")).startswith(kinds)
-
-
-def _refuses_files(folder: Path) -> str:
-    """Why no file can be made in a folder, "" where one can: permissions do not tell, of ``/proc`` or for root."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or type(error).__name__
 
 
 def _look_at(path: Path) -> None:

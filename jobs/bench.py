@@ -18,8 +18,8 @@ Tables, all read in one run:
 
 Shapes have random weights; decode, folds and batch take the checkpoint's. A table that fails is a line under
 ``errors`` and exit code 1; the others stay. Times hold on this device only, ratios are what to compare. Results go to
-a JSON file with device, versions and commit, written again after every table. Needs torch and transformers, nothing
-else.
+a JSON file with device, versions and commit, written again after every table from the first row on. Options that
+cannot be are refused in one line, exit code 2, before anything is measured. Needs torch and transformers, nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import json
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,19 +40,51 @@ from typing import Any
 import torch
 
 import dlmgrid
-from dlmgrid.jobs.bench_decode import batch_rows, decode_rows, drafting_row, parse_drafters, random_prompts
+from dlmgrid.jobs.bench_arguments import (
+    MOST_DRAFTS,
+    OneLineParser,
+    add_checkpoint,
+    add_device,
+    add_out,
+    check_block_causal,
+    check_kernels,
+    check_positions,
+    check_prefix,
+    check_results,
+    check_target,
+    default_dtype,
+    default_kernels,
+    in_one_line,
+    real_number,
+    whole_number,
+)
+from dlmgrid.jobs.bench_decode import (
+    batch_rows,
+    build_drafter,
+    decode_rows,
+    drafting_row,
+    parse_drafters,
+    random_prompts,
+)
 from dlmgrid.jobs.bench_folds import fold_rows
-from dlmgrid.jobs.bench_passes import Row, add_exact_over_fast, fill_prefix, part_rows, pass_rows
+from dlmgrid.jobs.bench_passes import (
+    SPARE_POSITIONS,
+    Row,
+    add_exact_over_fast,
+    fill_prefix,
+    part_rows,
+    pass_rows,
+)
 from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import SHAPES, random_engine, random_weights, shape_config
 from dlmgrid.jobs.bench_stock import stock_model, stock_rows, time_stock
 from dlmgrid.jobs.folding_tables import shape_table
 from dlmgrid.kernels.benchmark import Ceilings, measure_ceilings
-from dlmgrid.workers.benchmarks.words import held_out_items
+from dlmgrid.workers.benchmarks.words import MAX_ITEMS, held_out_items
 from dlmgrid.workers.decoding.decoder import Prompt
 from dlmgrid.workers.engine.engine import DTYPES, Engine, load_engine
-from dlmgrid.workers.models.catalog import resolve_checkpoint
-from dlmgrid.workers.models.checkpoint import check_checkpoint
+from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.runtime import device_name
 from dlmgrid.workers.tokenization import load_tokenizer
 from dlmgrid.workers.units import DRAFT_PLACES
@@ -62,71 +94,111 @@ _SHAPES = ("SDAR-8B", "SDAR-4B", "SDAR-1.7B", "smollm2-135m")
 _DRAFTING_SHAPES = ("SDAR-8B", "SDAR-1.7B", "smollm2-135m")
 
 
-def main() -> int:
+@in_one_line
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command of the module docstring."""
+    given = make_parser().parse_args(arguments)
+    given.dtype = given.dtype or default_dtype(given.device)
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    bench = Bench(given)
+    for table in TABLES:
+        if table in given.tables:
+            bench.run(table)
+    print(
+        f"{'written to' if bench.has_rows else 'nothing was measured, nothing written to'} {given.out}"
+        + f", {len(bench.report['errors'])} errors" * bool(bench.report["errors"])
+    )
+    return 1 if bench.report["errors"] else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the module docstring, each within its bounds."""
     is_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m dlmgrid.jobs.bench", description="Time passes and decoding."
-    )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--checkpoint", default="reference", help="checkpoint folder or model name")
+    parser = OneLineParser(prog="python -m dlmgrid.jobs.bench", description="Time passes and decoding.")
+    any_budget, drafted = whole_number(0, MOST_DRAFTS), whole_number(1, MOST_DRAFTS)
     parser.add_argument(
-        "--chat-template", default="", help="a shipped template, for a checkpoint without one"
+        "--tables",
+        nargs="+",
+        choices=TABLES,
+        default=list(TABLES),
+        help="what to measure; all of it by default",
     )
-    parser.add_argument("--device", default="cuda" if is_gpu else "cpu")
+    add_checkpoint(parser)
+    add_device(parser)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="bfloat16 on a GPU, else float32")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(_SHAPES) if is_gpu else ["tiny"])
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[512, 2048], help="cached tokens")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[0, 3, 8, 20, 41], help="D of the passes")
-    parser.add_argument("--stock-budgets", type=int, nargs="+", default=[0, 8, 20])
-    parser.add_argument("--part-budgets", type=int, nargs="+", default=[0, 8])
-    parser.add_argument("--decode-budgets", type=int, nargs="+", default=[8, 20])
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(_SHAPES) if is_gpu else ["tiny"],
+        help="models with random weights, of the tables by shape",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefixes", type=whole_number(0), nargs="+", default=[512, 2048],
+        help="cached tokens of the passes, whole blocks; the first one is every other table's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budgets", type=any_budget, nargs="+", default=[0, 3, 8, 20, 41], help="D of the passes"
+    )
+    parser.add_argument(
+        "--stock-budgets",
+        type=any_budget,
+        nargs="+",
+        default=[0, 8, 20],
+        help="D of the passes against transformers",
+    )
+    parser.add_argument(
+        "--part-budgets",
+        type=any_budget,
+        nargs="+",
+        default=[0, 8],
+        help="D of the parts and of folded passes",
+    )
+    parser.add_argument(
+        "--decode-budgets", type=drafted, nargs="+", default=[8, 20], help="D of decode, folds and drafting"
+    )
     parser.add_argument(
         "--drafters", nargs="*", default=[], metavar="METHOD=FILE", help="learned or calibrated parts"
     )
     parser.add_argument(
         "--drafts", choices=DRAFT_PLACES, default="device" if is_gpu else "host", help="where trees grow"
     )
-    parser.add_argument("--items", type=int, default=4, help="words prompts at batch 1")
-    parser.add_argument("--gen-length", type=int, default=128)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="ρ of folded passes"
+        "--items", type=whole_number(1, MAX_ITEMS), default=4, help="words prompts at batch 1"
+    )
+    parser.add_argument("--gen-length", type=whole_number(1), default=128, help="tokens decoded a prompt")
+    parser.add_argument(
+        "--in-flight", type=whole_number(1, MAX_ITEMS), nargs="+", default=[1, 8, 32, 64, 128],
+        help="samples decoded at once, of the table batch",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ratios", type=real_number(1), nargs="+", default=[0.25, 0.5, 1.0], help="ρ of folded passes"
     )
     parser.add_argument(
         "--taus",
-        type=float,
+        type=real_number(),
         nargs="+",
         default=[0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8],
         help="τ of folded drafts",
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("out/bench.json"))
-    arguments = parser.parse_args()
-    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
-    if arguments.device == "cpu":
-        torch.set_num_threads(1)
-    bench = Bench(arguments)
-    for table in TABLES:
-        if table in arguments.tables:
-            bench.run(table)
-    print(
-        f"written to {arguments.out}"
-        + f", {len(bench.report['errors'])} errors" * bool(bench.report["errors"])
+    parser.add_argument(
+        "--repeats", type=whole_number(1), default=3, help="readings that a median is taken of"
     )
-    return 1 if bench.report["errors"] else 0
+    add_out(parser, "out/bench.json")
+    return parser
 
 
 class Bench:
-    """The tables of one run and their report."""
+    """The tables of one run and their report. Raises InputError, before anything is measured, for options that cannot
+    be."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.device, self.dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
-        self.kernels = "triton" if self.device.type == "cuda" else "torch"
-        self.folder = resolve_checkpoint(arguments.checkpoint)
-        self.config = check_checkpoint(self.folder)
+        self.kernels = default_kernels(arguments.device)
+        self._check_options()
+        check_results(arguments.out)  # before a checkpoint may be fetched
+        self.folder, self.config = check_block_causal(arguments.checkpoint)
         self.given = parse_drafters(arguments.drafters)
+        self._check_inputs()
         self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
         self.report: dict[str, Any] = {
             "what": "measured / goal by table, milliseconds and tokens/s of one run",
@@ -176,8 +248,43 @@ class Bench:
                 if "over_fast" in row:
                     print(row_line("exact", row))
         self.report["seconds"][table] = round(time.perf_counter() - begun, 1)
-        self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        self.arguments.out.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        if self.has_rows:
+            write_whole(self.arguments.out, json.dumps(self.report, indent=1) + "\n")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a table has any row yet: the file is written from then on."""
+        return any(self.report["tables"].values())
+
+    def _check_options(self) -> None:
+        given = self.arguments
+        check_kernels(self.kernels, given.device, given.dtype)
+        if not any(self._measures(table) for table in given.tables):
+            raise InputError(
+                f"--tables {' '.join(given.tables)} measure nothing here: parts needs a GPU, folding a --part-budgets "
+                "of 1 or more, drafting a shape that it times"
+            )
+        for prefix in given.prefixes:
+            for shape in given.shapes:
+                check_prefix(prefix, shape_config(shape), shape, "--prefixes")
+
+    def _check_inputs(self) -> None:
+        given = self.arguments
+        if "stock" in given.tables:
+            check_prefix(given.prefixes[0], self.config, self.folder.name, "--prefixes")
+        for method, parts in self.given.items():
+            if "checkpoint" in parts:
+                check_target(parts["checkpoint"], self.folder)
+            build_drafter(method, self.given)
+        if {"decode", "folds", "batch"} & set(given.tables):
+            widths = given.in_flight if "batch" in given.tables else []
+            needed = self._longest(self._prompts(max(given.items, *widths, 2)))
+            check_positions(needed, self.config, self.folder.name, f"--gen-length {given.gen_length}")
+
+    def _measures(self, table: str) -> bool:
+        if table == "parts":
+            return self.device.type == "cuda"
+        return bool(self._parts_of(table)) and (table != "folding" or any(self.arguments.part_budgets))
 
     def _parts_of(self, table: str) -> list[str]:
         shapes = list(self.arguments.shapes)
@@ -214,7 +321,9 @@ class Bench:
         if self.device.type != "cuda":
             return
         prefix = self.arguments.prefixes[0]
-        yield from part_rows(shape, self._engine(shape, prefix + 64), prefix, self.arguments.part_budgets)
+        yield from part_rows(
+            shape, self._engine(shape, prefix + SPARE_POSITIONS), prefix, self.arguments.part_budgets
+        )
 
     def _stock(self, shape: str) -> Iterable[Row]:
         given, prefix = self.arguments, self.arguments.prefixes[0]
@@ -223,7 +332,8 @@ class Bench:
         model = stock_model(config, self.device, self.dtype, self.folder if is_checkpoint else None)
         stock = time_stock(model, config, given.stock_budgets, prefix, self.device, given.repeats)
         del model
-        engine = self._loaded(1, prefix + 64) if is_checkpoint else self._engine(shape, prefix + 64)
+        length = prefix + SPARE_POSITIONS
+        engine = self._loaded(1, length) if is_checkpoint else self._engine(shape, length)
         fill_prefix(engine, prefix)
         return stock_rows(self.folder.name if is_checkpoint else shape, engine, stock, prefix, given.repeats)
 
@@ -252,7 +362,7 @@ class Bench:
 
     def _drafting(self, shape: str) -> Iterable[Row]:
         length = min(self.arguments.gen_length, 64)
-        engine = self._engine(shape, 64 + length + 64, num_slots=8)
+        engine = self._engine(shape, 64 + length + SPARE_POSITIONS, num_slots=8)
         for budget in self.arguments.decode_budgets:
             for width in (1, 8):
                 prompts = random_prompts(engine.config, width, 64)
@@ -273,7 +383,7 @@ class Bench:
         return [Prompt(item_id=i.item_id, repeat=0, token_ids=tuple(tokenizer.encode(i))) for i in items]
 
     def _longest(self, prompts: list[Prompt]) -> int:
-        return max(len(one.token_ids) for one in prompts) + int(self.arguments.gen_length) + 64
+        return max(len(one.token_ids) for one in prompts) + int(self.arguments.gen_length) + SPARE_POSITIONS
 
 
 def _version(name: str) -> str:

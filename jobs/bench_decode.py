@@ -47,25 +47,34 @@ def parse_drafters(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         method, _, rest = text.partition("=")
         file, *others = rest.split(",")
         info = METHODS.get(method)
-        if info is None or not info.file_key or not file:
-            raise InputError(f"--drafters: {text!r} is not METHOD=FILE of a method with a file")
+        if info is None or method not in DECODED or not info.file_key or not file:
+            raise InputError(f"--drafters: {text!r} is not METHOD=FILE of a method with a file that is timed")
         given: dict[str, Any] = {}
         for name, _, value in (other.partition("=") for other in others):
             if name not in info.parameters or name == info.file_key:
                 raise InputError(f"--drafters: {method} has no parameter {name!r}")
-            given[name] = float(value)
+            try:
+                given[name] = float(value)
+            except ValueError:
+                raise InputError(f"--drafters: {name} of {method} is {value!r}, want a number") from None
         path = find_order_checkpoint(file) if info.reads == "order_model" else Path(file)
         found[method] = {info.file_key: path, **given}
     return found
 
 
 def build_drafter(method: str, given: Mapping[str, Mapping[str, Any]]) -> Drafter | None:
-    """The drafter of a method; None where it needs settings that were not given."""
+    """The drafter of a method; None where it needs settings that were not given.
+
+    Raises InputError for a file that holds something else, and for a setting out of its bounds.
+    """
     info = METHODS[method]
     if set(info.parameters) - set(given.get(method, {})):
         return None
     module, function = info.implementation.split(":")
-    drafter: Drafter = getattr(importlib.import_module(module), function)(**given.get(method, {}))
+    try:
+        drafter: Drafter = getattr(importlib.import_module(module), function)(**given.get(method, {}))
+    except ValueError as error:
+        raise InputError(f"--drafters: {method}: {error}") from error
     return drafter
 
 

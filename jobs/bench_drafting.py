@@ -16,6 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from dlmgrid.jobs.bench_arguments import (
+    OneLineParser,
+    add_device,
+    check_kernels,
+    default_kernels,
+    in_one_line,
+    real_number,
+    whole_number,
+)
 from dlmgrid.jobs.bench_passes import Row
 from dlmgrid.kernels.benchmark import measure, measure_queued
 from dlmgrid.kernels.logits import LogitsPass, summarize
@@ -25,7 +34,12 @@ from dlmgrid.workers.decoding.snapshot import Snapshots
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.decoding.tree import DraftTree
 from dlmgrid.workers.drafting.confidence_tree import ConfidenceTreeDrafter
-from dlmgrid.workers.drafting.device_growth import DeviceGrowth, growth_operators, order_weights
+from dlmgrid.workers.drafting.device_growth import (
+    MOST_POSITIONS,
+    DeviceGrowth,
+    growth_operators,
+    order_weights,
+)
 from dlmgrid.workers.drafting.drafter import DraftInputs
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, load_order_model
 from dlmgrid.workers.drafting.order_model import OrderModel
@@ -132,19 +146,13 @@ def _same(found: DraftTree, expected: DraftTree, sample: int) -> bool:
     )
 
 
-def main() -> int:
+@in_one_line
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command of the module docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dlmgrid.jobs.bench_drafting", description="Time drafting."
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 20])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--repeats", type=int, default=30)
-    given = parser.parse_args()
+    given = make_parser().parse_args(arguments)
     device = torch.device(given.device)
-    kernels = "triton" if device.type == "cuda" else "torch"
+    kernels = default_kernels(given.device)
+    check_kernels(kernels, given.device, "float32")
     for row in growth_rows(
         device, budgets=given.budgets, widths=given.in_flight, temperatures=given.temperatures, kernels=kernels,
         repeats=given.repeats,
@@ -158,6 +166,36 @@ def main() -> int:
                 spent = summary_and_noise_ms(device, logits_pass, rows, 151936, temperature)
                 print(f"summary_and_noise rows {rows} temperature {temperature:g} ms {spent:.4g}", flush=True)
     return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the command, each within its bounds."""
+    parser = OneLineParser(prog="python -m dlmgrid.jobs.bench_drafting", description="Time drafting.")
+    add_device(parser)
+    parser.add_argument(
+        "--budgets",
+        type=whole_number(1, MOST_POSITIONS - 1),
+        nargs="+",
+        default=[8, 20],
+        help="D of the trees",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=whole_number(1),
+        nargs="+",
+        default=[1, 8],
+        help="blocks that are drafted for at once",
+    )
+    parser.add_argument(
+        "--temperatures", type=real_number(), nargs="+", default=[0.0, 1.0], help="T that tokens are drawn at"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=whole_number(1),
+        default=30,
+        help="calls that a median is taken of, fewer of the slow ones",
+    )
+    return parser
 
 
 def _short(value: object) -> str:

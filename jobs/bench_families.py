@@ -21,6 +21,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,15 +31,28 @@ import pyarrow.parquet as pq
 import torch
 
 import dlmgrid
+from dlmgrid.jobs.bench_arguments import (
+    MOST_DRAFTS,
+    OneLineParser,
+    add_device,
+    add_out,
+    check_kernels,
+    check_results,
+    default_kernels,
+    in_one_line,
+    whole_number,
+)
 from dlmgrid.kernels.operators import KERNELS
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.engine.family_engine import is_bidirectional
 from dlmgrid.workers.engine.model_head import DTYPES, NUMERICS
-from dlmgrid.workers.errors import DlmgridError
+from dlmgrid.workers.errors import DlmgridError, InputError
 from dlmgrid.workers.items import Item, write_items
 from dlmgrid.workers.models.catalog import known_models
 from dlmgrid.workers.models.config import ModelConfig
 from dlmgrid.workers.models.synthetic import write_full_shape_checkpoint
+from dlmgrid.workers.out_file import refuses_files
+from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.runtime import device_name
 from dlmgrid.workers.unit_runner import UnitRunner
 from dlmgrid.workers.units import Key, WorkUnit
@@ -50,23 +64,18 @@ PROMPTS = (
 METHOD = "ssd"
 
 
-def main() -> int:
+@in_one_line
+def main(given: Sequence[str] | None = None) -> int:
     """The command of the module docstring."""
-    names = [model.name for model in known_models()]
-    parser = argparse.ArgumentParser(
-        prog="python -m dlmgrid.jobs.bench_families", description="Load and decode every published shape."
-    )
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--numerics", default="exact", choices=NUMERICS)
-    parser.add_argument("--kernels", choices=KERNELS, help="default: triton on a GPU, else torch")
-    parser.add_argument("--gen-length", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=6)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--out", type=Path, default=Path("out/bench_families.json"))
-    arguments = parser.parse_args()
-    arguments.kernels = arguments.kernels or ("triton" if arguments.device.startswith("cuda") else "torch")
+    arguments = make_parser().parse_args(given)
+    arguments.kernels = arguments.kernels or default_kernels(arguments.device)
+    check_kernels(arguments.kernels, arguments.device, arguments.dtype)
+    refused = refuses_files(arguments.folder)
+    if refused:
+        raise InputError(
+            f"--folder {arguments.folder}: no checkpoint can be written there ({refused}); name another"
+        )
+    check_results(arguments.out)
     rows = []
     for model in known_models():
         if model.name in arguments.models:
@@ -84,10 +93,37 @@ def main() -> int:
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_whole(arguments.out, json.dumps(report, indent=1) + "\n")
     print(f"written to {arguments.out}")
     return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the module docstring, each within its bounds."""
+    names = [model.name for model in known_models()]
+    parser = OneLineParser(
+        prog="python -m dlmgrid.jobs.bench_families", description="Load and decode every published shape."
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=names, default=names, metavar="NAME",
+        help="known models (dlmgrid models lists them); all by default",
+    )  # fmt: skip
+    add_device(parser)
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="of weights and passes")
+    parser.add_argument(
+        "--numerics", default="exact", choices=NUMERICS, help="exact: rows keep their bits in any company"
+    )
+    parser.add_argument("--kernels", choices=KERNELS, help="default: triton on a GPU, else torch")
+    parser.add_argument("--gen-length", type=whole_number(1), default=64, help="tokens decoded a prompt")
+    parser.add_argument(
+        "--budget", type=whole_number(1, MOST_DRAFTS), default=6, help="D of the drafted chains"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()),
+        help="where each checkpoint is written and deleted again; the system's temporary folder by default",
+    )  # fmt: skip
+    add_out(parser, "out/bench_families.json")
+    return parser
 
 
 def bench_model(name: str, config: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]:

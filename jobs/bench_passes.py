@@ -36,6 +36,9 @@ VENDOR_GOAL = {"SDAR-8B": 1.05}
 EXACT_GOAL = 1.15
 """Most times a ``fast`` pass that an ``exact`` one should take."""
 
+SPARE_POSITIONS = 64
+"""Positions of an engine's buffers behind its prefix, or behind prompt and generation: room for the block itself."""
+
 _CPU = torch.device("cpu")
 _GROUPS = {
     "attention": ("attention_kernel", "merge_kernel", "own_block_kernel", "flash", "fmha"),
@@ -59,7 +62,7 @@ def pass_rows(
     for kernels, numerics in modes:
         for prefix in prefixes:
             engine = Engine(
-                config, weights, num_slots=1, max_length=prefix + 64, device=device, dtype=dtype,
+                config, weights, num_slots=1, max_length=prefix + SPARE_POSITIONS, device=device, dtype=dtype,
                 numerics=numerics, kernels=kernels,
             )  # fmt: skip
             fill_prefix(engine, prefix)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlmgrid.cluster.out_folder import check_out_file, check_own_json, has_format
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.out_file import check_out_file, check_own_json, has_format
 from dlmgrid.workers.partial_files import write_whole
 
 if TYPE_CHECKING:

@@ -12,20 +12,17 @@ Exit codes: 0 done and exact; 1 rows failed; 2 bad input or usage, before any mo
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib
-import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import dlmgrid
-from dlmgrid.workers.errors import DlmgridError, InputError
+from dlmgrid.jobs.refusals import REFUSED, tell_refusal
+from dlmgrid.workers.errors import InputError
 
 COMMANDS = {
     "run": "Decode a grid on Ray; the same command resumes or extends.",
@@ -54,13 +51,6 @@ COMMANDS = {
 
 # For a command whose arguments are another program's: nothing is parsed here, not even --help.
 HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-_PATH_FAULTS = {
-    errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS,
-    errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
-_NO_MEMORY = re.compile(r"out of memory|can't allocate|Unable to allocate|alloc_cpu", re.IGNORECASE)
 
 
 def module_name(name: str) -> str:
@@ -120,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
     An InputError is one line on stderr and exit code 2; so is what the machine refuses, with the code of
-    :func:`refusal`.
+    :func:`~dlmgrid.jobs.refusals.refusal`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = next((word for word in words if not word.startswith("-")), "")
@@ -128,51 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _refuse_impossible(words)
         app = build_app([called] if called in COMMANDS else [])
         app(words, prog_name="dlmgrid")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (DlmgridError, OSError, MemoryError, RuntimeError) as error:
-        message, code = refusal(error)
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(code)
-
-
-def refusal(error: Exception) -> tuple[str, int]:
-    """What the machine refused in one line, and the exit code: 2 for a path of the user's, else 5, not finished.
-
-    torch's errors are plain RuntimeErrors that rarely name their cause, so the line also says where it was met.
-    """
-    text = " ".join(str(error).split())[:400]
-    if isinstance(error, OSError):
-        names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        message = f"{names}: {error.strerror or text}" if names else text or type(error).__name__
-        if error.errno in _PATH_FAULTS and names:
-            return f"{message}; name another path", 2
-        return f"{message}; mend it and give the same command again", 5
-    if isinstance(error, DlmgridError):
-        return text, 5
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or _NO_MEMORY.search(text)
-    ):
-        return (
-            f"there is not enough memory ({text or 'MemoryError'}); ask for less at once, such as smaller batches",
-            5,
-        )
-    return f"{text or type(error).__name__} (a {type(error).__name__} at {_place(error)})", 5
-
-
-def _place(error: Exception) -> str:
-    """The innermost line of this package that an error passed: ``workers/units.py:12``."""
-    root = Path(dlmgrid.__file__).resolve().parent.parent
-    frames = traceback.extract_tb(error.__traceback__)
-    files = [(Path(frame.filename).resolve(), frame.lineno) for frame in frames]
-    ours = [(file, line) for file, line in files if file.is_relative_to(root)]
-    file, line = (ours or files)[-1]
-    return f"{file.relative_to(root) if ours else file}:{line}"
+    except REFUSED as error:
+        sys.exit(tell_refusal(error))
 
 
 def _refuse_impossible(words: Sequence[str]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 from dlmgrid.cluster.accuracy import Score, accuracies, latest_scores
 from dlmgrid.cluster.decoder_text import decoder_text
-from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.cluster.report import CellReport, build_report, load_generations, load_scores
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.out_file import check_out_file
 from dlmgrid.workers.partial_files import write_whole
 
 Row = dict[str, Any]

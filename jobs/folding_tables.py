@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmgrid.jobs.bench_passes import Row, fill_prefix
+from dlmgrid.jobs.bench_passes import SPARE_POSITIONS, Row, fill_prefix
 from dlmgrid.jobs.bench_shapes import random_engine, shape_config
 from dlmgrid.kernels.benchmark import Ceilings, Timing, measure, measure_queued, pass_floor_parts
 from dlmgrid.kernels.specfold import FoldLayout, distances
@@ -200,7 +200,8 @@ def shape_table(
     """
     config = shape_config(shape)
     engine = random_engine(
-        config, num_slots=1, max_length=prefix + 64, device=device, dtype=dtype, numerics=numerics, kernels=kernels
+        config, num_slots=1, max_length=prefix + SPARE_POSITIONS, device=device, dtype=dtype, numerics=numerics,
+        kernels=kernels,
     )  # fmt: skip
     fill_prefix(engine, prefix)
     return [

@@ -22,7 +22,7 @@ from dlmgrid.cluster.cost import forwards_per_row
 from dlmgrid.cluster.decoder_text import NAMED, decoder_text, varied_settings
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
-from dlmgrid.cluster.out_folder import check_out, check_out_file
+from dlmgrid.cluster.out_folder import check_out
 from dlmgrid.cluster.plan import Chain, UnitSettings, plan_chains
 from dlmgrid.cluster.run import (
     copy_drafters,
@@ -35,6 +35,7 @@ from dlmgrid.cluster.sources import Sources, installed_sources
 from dlmgrid.cluster.store import Store
 from dlmgrid.jobs.console import WIDTH_OF_A_LOG
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.out_file import check_out_file
 from dlmgrid.workers.partial_files import write_whole
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit

@@ -10,9 +10,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from dlmgrid.cluster.out_folder import check_out_file
 from dlmgrid.cluster.study import Goal, Line, drafter_names, goals_of, read_replays, study_lines
 from dlmgrid.jobs.console import table_console
+from dlmgrid.workers.out_file import check_out_file
 
 _FIGURES = ("nfe", "ratio", "accepted_per_round", "drafted_nodes")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlmgrid.cluster.out_folder import check_out_file, check_own_json, has_format
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.out_file import check_out_file, check_own_json, has_format
 
 if TYPE_CHECKING:
     from torch import Tensor

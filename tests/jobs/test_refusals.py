@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlmgrid.cluster.out_folder import check_out, check_out_file
+from dlmgrid.cluster.out_folder import check_out
 from dlmgrid.jobs import calibrate, cli, decode, plan, study, train_order, train_sets
+from dlmgrid.jobs.refusals import refusal
 from dlmgrid.workers.errors import InputError, OutOfMemoryError, TransientError
 from dlmgrid.workers.offline import Decoded
+from dlmgrid.workers.out_file import check_out_file
 
 
 def _ends(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -72,7 +74,7 @@ def test_a_tool_that_fails_ends_a_comparison_of_scores_in_one_line(
 def test_what_torch_cannot_allocate_is_told_as_memory() -> None:
     with pytest.raises(RuntimeError) as met:
         torch.empty(2**61, dtype=torch.uint8)
-    message, code = cli.refusal(met.value)
+    message, code = refusal(met.value)
     assert message.startswith("there is not enough memory") and code == 5
 
 
