@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlmgrid.cluster import driver
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
@@ -84,10 +85,14 @@ def test_a_run_stores_each_key_once_a_second_computes_nothing_a_larger_grid_only
     assert {row["budget"] for row in extended} == {0, 6, 12}
 
 
+@pytest.mark.parametrize("window", [1, 2])
 def test_faults_that_pass_lose_and_double_nothing(
     tmp_path: Path, write_grid: Callable[..., Path], write_data: Callable[..., Path], run: Run, stored_rows: Reader,
-    attempts: Reader, make_works: Any, run_units: Any,
+    attempts: Reader, make_works: Any, run_units: Any, window: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    """With one call at a time on an actor every fault is an attempt. A call that waits behind another may begin, and
+    meet its fault, before the driver hears that the first one failed: it goes back as one that never ran."""
+    monkeypatch.setattr(driver, "WINDOW", window)
     grid = write_grid(resources={"num_actors": 2, "items_per_unit": 4, "unit_seconds": 8})
     undisturbed = Store(tmp_path / "undisturbed")
     run_units(
@@ -111,12 +116,14 @@ def test_faults_that_pass_lose_and_double_nothing(
         row["outcome"]: [other["cause"] for other in seen if other["outcome"] == row["outcome"]]
         for row in seen
     }
-    # A reply can be lost when the next unit kills the actor at once: those rows are stored, and one more such.
     written = [cause for cause in causes["died"] if "after its rows were written" in cause]
-    assert len(written) >= 1
-    assert len(causes["died"]) - len(written) == 2
-    assert sum("no answer for 8 s" in cause for cause in causes["died"]) == 1
-    assert len(causes["transient"]) == 1
+    if window == 1:
+        assert len(written) == 1
+        assert len(causes["died"]) == 3
+        assert sum("no answer for 8 s" in cause for cause in causes["died"]) == 1
+        assert len(causes["transient"]) == 1
+    else:
+        assert 1 <= len(causes["died"]) <= 4
     halved = [
         row["max_in_flight"] for row in seen if row["outcome"] == "out_of_memory" and row["num_keys"] == 4
     ]
