@@ -54,7 +54,6 @@ from dlmgrid.jobs.bench_arguments import (
     check_target,
     default_dtype,
     default_kernels,
-    in_one_line,
     real_number,
     whole_number,
 )
@@ -79,6 +78,7 @@ from dlmgrid.jobs.bench_print import row_line
 from dlmgrid.jobs.bench_shapes import SHAPES, random_engine, random_weights, shape_config
 from dlmgrid.jobs.bench_stock import stock_model, stock_rows, time_stock
 from dlmgrid.jobs.folding_tables import shape_table
+from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.kernels.benchmark import Ceilings, measure_ceilings
 from dlmgrid.workers.benchmarks.words import MAX_ITEMS, held_out_items
 from dlmgrid.workers.decoding.decoder import Prompt

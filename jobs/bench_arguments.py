@@ -1,19 +1,17 @@
 """What the benches share of their command lines: values within bounds, files that are what they should be, a place for
-the results, all before any work; what a user can mend is one line and exit code 2."""
+the results, all before any work."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import NoReturn
 
 import torch
 
 from dlmgrid.jobs.bench_passes import SPARE_POSITIONS
-from dlmgrid.jobs.refusals import REFUSED, tell_refusal
 from dlmgrid.kernels.triton_support import KernelsUnavailableError, check_triton
 from dlmgrid.workers.drafting.order_checkpoint import read_order_checkpoint
 from dlmgrid.workers.engine.family_engine import is_bidirectional
@@ -27,8 +25,6 @@ from dlmgrid.workers.models.fingerprint import weight_fingerprint
 from dlmgrid.workers.out_file import check_out_file
 from dlmgrid.workers.runtime import check_device
 
-_P = ParamSpec("_P")
-
 MOST_DRAFTS = MOST_SEGMENTS - 1
 """Most drafts beside the root in a pass that is timed: a larger pass has no graph to replay."""
 
@@ -38,22 +34,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())}\n")
-
-
-def in_one_line(main: Callable[_P, int]) -> Callable[_P, int]:
-    """``main``, whose InputErrors are one line on stderr and exit code 2, and so is what the machine refuses, with its
-    code."""
-
-    @functools.wraps(main)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
-        try:
-            return main(*args, **kwargs)
-        except KeyboardInterrupt:
-            return 130
-        except REFUSED as error:
-            return tell_refusal(error)
-
-    return run
 
 
 def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:

@@ -21,11 +21,11 @@ from dlmgrid.jobs.bench_arguments import (
     add_device,
     check_kernels,
     default_kernels,
-    in_one_line,
     real_number,
     whole_number,
 )
 from dlmgrid.jobs.bench_passes import Row
+from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.kernels.benchmark import measure, measure_queued
 from dlmgrid.kernels.logits import LogitsPass, summarize
 from dlmgrid.workers.decoding.commit_rules import static

@@ -39,9 +39,9 @@ from dlmgrid.jobs.bench_arguments import (
     check_kernels,
     check_results,
     default_kernels,
-    in_one_line,
     whole_number,
 )
+from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.kernels.operators import KERNELS
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.engine.family_engine import is_bidirectional

@@ -40,7 +40,6 @@ from dlmgrid.jobs.bench_arguments import (
     check_target,
     default_dtype,
     default_kernels,
-    in_one_line,
     real_number,
     whole_number,
 )
@@ -55,6 +54,7 @@ from dlmgrid.jobs.folding_tables import (
     shape_table,
     time_row,
 )
+from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.kernels.benchmark import measure_ceilings
 from dlmgrid.kernels.operators import KERNELS
 from dlmgrid.workers.decoding.decoder import Prompt

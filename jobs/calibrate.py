@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlmgrid.workers.drafting.spiffy_graph import FORMAT
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.out_file import check_out_file, check_own_json, has_format
 from dlmgrid.workers.partial_files import write_whole
@@ -52,7 +53,7 @@ def command(
         raise InputError(f"--method {method!r} is not calibrated; known: {', '.join(METHODS)}")
     check_out_file(out, "--out", ".json", beside=[".svg"] if method == "spiffy" else [])
     if method == "spiffy":
-        check_own_json(out, "--out", "draft graph", has_format("dlmgrid-draft-graph"))
+        check_own_json(out, "--out", "draft graph", has_format(FORMAT))
     else:
         check_own_json(out, "--out", "calibration of γ", lambda values: values.get("method") == "spot_gamma")
     of_spiffy = {"--selection": selection}

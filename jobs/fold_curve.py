@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -19,6 +18,7 @@ from typing import Any
 from dlmgrid.cluster.accuracy import Score, accuracies, latest_scores
 from dlmgrid.cluster.decoder_text import decoder_text
 from dlmgrid.cluster.report import CellReport, build_report, load_generations, load_scores
+from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.workers.cell import Cell
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.out_file import check_out_file
@@ -30,6 +30,7 @@ _UNFOLDED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@in_one_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command of the module docstring; 2 for a folder that has no folded cells."""
     parser = argparse.ArgumentParser(
@@ -38,13 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="output folder of a scored run")
     parser.add_argument("--json", type=Path, help="also write every figure as JSON")
     options = parser.parse_args(arguments)
-    try:
-        if options.json is not None:
-            check_out_file(options.json, "--json")
-        rows = curve(options.out)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.json is not None:
+        check_out_file(options.json, "--json")
+    rows = curve(options.out)
     for title, group in groupby(rows, key=lambda row: row["title"]):
         print(title)
         print(

@@ -176,7 +176,8 @@ def name_files(chains: Sequence[Chain], store: Store) -> list[WorkUnit]:
 def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: bool) -> None:
     table = Table(box=None, pad_edge=False)
     names = ["model", "benchmark", "T", "decoder", "method", "D", "rows", "missing", "forwards/row ≤"]
-    settings = [work.cell.to_dict() for work in works]
+    shown = works[:MAX_CELLS_SHOWN]
+    settings = [work.cell.to_dict() for work in shown]
     alike = ("model", "benchmark", "method")
     varied = [name for name in varied_settings(settings, alike=alike) if name not in _SHOWN_APART]
     if varied:
@@ -185,14 +186,14 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
         table.add_column(
             name, justify="left" if name in ("cell", "model", "benchmark", "method", "and") else "right"
         )
-    for work in works[:MAX_CELLS_SHOWN]:
+    for work, own in zip(shown, settings, strict=True):
         cell = work.cell
         missing = len(work.keys if store is None else store.missing(cell.cell_key, work.keys))
         values = [
             f"{cell.model}@{cell.revision}" if cell.revision else cell.model,
             cell.benchmark,
             f"{cell.temperature:g}",
-            decoder_text(cell.to_dict()),
+            decoder_text(own),
             cell.method,
             str(cell.budget),
             str(len(work.keys)),
@@ -200,7 +201,7 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
             str(forwards_per_row(cell)),
         ]
         if varied:
-            values.append(_others(cell.to_dict(), varied))
+            values.append(_others(own, varied))
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
     Console(width=WIDTH_OF_A_LOG).print(table)
     if len(works) > MAX_CELLS_SHOWN:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import functools
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec
 
 import dlmgrid
 from dlmgrid.workers.errors import DlmgridError, InputError
+
+_P = ParamSpec("_P")
 
 REFUSED = (DlmgridError, OSError, MemoryError, RuntimeError)
 """What ends in one line; any other error is a fault of ours and keeps its traceback."""
@@ -19,6 +24,22 @@ _PATH_FAULTS = {
     errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 _NO_MEMORY = re.compile(r"out of memory|can't allocate|Unable to allocate|alloc_cpu", re.IGNORECASE)
+
+
+def in_one_line(main: Callable[_P, int]) -> Callable[_P, int]:
+    """``main``, whose InputErrors are one line on stderr and exit code 2, and so is what the machine refuses, with its
+    code."""
+
+    @functools.wraps(main)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except KeyboardInterrupt:
+            return 130
+        except REFUSED as error:
+            return tell_refusal(error)
+
+    return run
 
 
 def tell_refusal(error: Exception) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlmgrid.workers.drafting.order_checkpoint import FORMAT, TOKEN_FORMAT
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.out_file import check_out_file, check_own_json, has_format
 
@@ -60,7 +61,7 @@ def command(
     training that was stopped goes on when the same command is given again.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
-    is_card = has_format("dlmgrid-order-model", "dlmgrid-token-model")
+    is_card = has_format(FORMAT, TOKEN_FORMAT)
     check_own_json(out.with_suffix(".json"), f"--out {out}", "card of an order model", is_card)
     if not tokens and (hidden or (width, layers, dropout) != (None, None, None)):
         raise InputError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlmgrid.workers.drafting.set_checkpoint import FORMAT
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.out_file import check_out_file, check_own_json, has_format
 
@@ -53,7 +54,7 @@ def command(
     checkpoint drafts for the recorded target only; --refit moves one to another.
     """
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
-    is_card = has_format("dlmgrid-set-model")
+    is_card = has_format(FORMAT)
     check_own_json(out.with_suffix(".json"), f"--out {out}", "card of a set model", is_card)
     if refit is not None and (width, layers) != (None, None):
         raise InputError("--refit keeps the shape of its model; leave --width and --layers out")
@@ -95,7 +96,8 @@ def command(
     training, held_out = load_set_examples(trajectories, hidden=hidden, say=typer.echo)
     typer.echo(f"{training.num_examples} training and {held_out.num_examples} held-out examples")
     hidden_size = 0 if training.hidden is None else training.hidden.shape[-1]
-    sizes = {"hidden_size": hidden_size, "width": width or 320, "num_layers": layers or 4}
+    sizes = {"hidden_size": hidden_size}
+    sizes |= {name: size for name, size in (("width", width), ("num_layers", layers)) if size is not None}
     model = _first_model(labels[0], base, sizes, seed, dropout)
     state = out.with_suffix(".state")
     trained = train_sets(

@@ -63,9 +63,10 @@ def check_own_json(path: Path, option: str, what: str, is_own: Callable[[Mapping
         )
 
 
-def has_format(*kinds: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a file's values have a format of one of these kinds, in any version."""
-    return lambda values: str(values.get("format", "")).startswith(kinds)
+def has_format(*formats: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a file's values have one of these formats, ``KIND-VERSION`` each, in any version."""
+    kinds = {name.rpartition("-")[0] for name in formats}
+    return lambda values: str(values.get("format", "")).rpartition("-")[0] in kinds
 
 
 def refuses_files(folder: Path) -> str:

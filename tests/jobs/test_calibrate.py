@@ -172,6 +172,8 @@ def test_a_file_of_another_kind_is_not_overwritten(recorded: Path, tmp_path: Pat
     with pytest.raises(InputError, match=r"both\.json exists and is no calibration of γ"):
         calibrate.command(recorded, "spot_gamma", graph, checkpoint="reference")
     assert graph.read_bytes() == before
+    values = json.loads(before)
+    graph.write_text(json.dumps(values | {"format": "dlmgrid-draft-graph-0"}))  # an older version of its kind
     calibrate.command(recorded, "spiffy", graph, budget=6)
     assert len(load_graph(graph).nodes) == 6
     graph.write_text("not json")
