@@ -45,7 +45,7 @@ wheel: $(STAMP) ## build a wheel from the committed tree into dist/
 	$(VENV_PYTHON) -m build --wheel --outdir dist out/export
 
 gpu-test: checkout ## run the tests that need a CUDA device, with PYTHON (default python3)
-	$(or $(PYTHON),python3) -m pytest -q -m gpu tests/kernels tests/workers/engine tests/workers/decoding tests/workers/drafting tests/workers/folding tests/workers/test_unit_runner.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(or $(PYTHON),python3) -m pytest -q -m gpu tests/kernels tests/workers/engine tests/workers/decoding tests/workers/drafting tests/workers/folding tests/workers/test_unit_runner.py $(ARGS)
 
 bench: checkout ## time passes, decoding and drafting as measured / goal, with PYTHON (default python3)
 	$(or $(PYTHON),python3) -m dlmgrid.jobs.bench $(ARGS)

@@ -257,7 +257,8 @@ Bound = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 class Resources(_Entry):
     """Where to run. ``num_actors`` left out: one per free slot of the cluster, as far as there is work. ``drafts``:
-    where the trees of methods grow that can grow them beside the target; tokens are the same.
+    where the trees of methods grow that can grow them beside the target; tokens are the same. Left out: on the GPU
+    with ``kernels: triton``, where that is several times faster.
 
     ``wait_seconds`` bounds the wait for a first actor, ``unit_seconds`` one call before its actor is
     replaced.
@@ -267,7 +268,7 @@ class Resources(_Entry):
     cpus_per_actor: Annotated[int, Field(ge=1, le=MAX_CPUS_PER_ACTOR)] = 1
     gpus_per_actor: Annotated[float, Field(ge=0, le=MAX_GPUS_PER_ACTOR)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    drafts: Literal["host", "device"] = "host"
+    drafts: Literal["host", "device"] | None = None
     wait_seconds: Bound = 600
     unit_seconds: Bound = 7200
     items_per_unit: Count | None = None
@@ -330,6 +331,13 @@ class Grid(_Entry):
     @classmethod
     def _one_or_many(cls, values: Any) -> Any:
         return _spell_out(values if isinstance(values, list) else [values], "name")
+
+    @property
+    def draft_place(self) -> str:
+        """Where trees grow that can grow beside the target, ``host`` or ``device``."""
+        if self.resources.drafts is not None:
+            return self.resources.drafts
+        return "device" if self.kernels == "triton" and self.resources.device == "cuda" else "host"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Grid:

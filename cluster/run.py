@@ -240,7 +240,7 @@ class _Run:
         settings = UnitSettings(
             run_id=self._run_id,
             device=resources.device,
-            drafts=resources.drafts,
+            drafts=self._asked.grid.draft_place,
             num_actors=resources.num_actors or max(1, num_slots(resources)),
             items_per_unit=resources.items_per_unit,
             trajectories=str(store.trajectories) if self._request.records else "",

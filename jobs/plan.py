@@ -116,7 +116,7 @@ def show_plan(
         items_per_unit=grid.resources.items_per_unit,
         trajectories=str(store.trajectories) if records and store is not None else "",
         records=tuple(grid.record) if records else (),
-        drafts=grid.resources.drafts,
+        drafts=grid.draft_place,
     )
     chains = plan_chains(works, store, settings)
     _print_cells(works, store, shows_keys=store is not None)

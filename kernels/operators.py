@@ -19,6 +19,7 @@ from dlmgrid.kernels.attention.fixed_plan import PlanShape
 from dlmgrid.kernels.embedding import embed
 from dlmgrid.kernels.experts import run_routed
 from dlmgrid.kernels.gemm import linear, linear_vendor
+from dlmgrid.kernels.gemm.tiles import is_vendor_faster
 from dlmgrid.kernels.logits import NUM_CANDIDATES, LogitsPass, logits_pass
 from dlmgrid.kernels.rmsnorm import head_rms_norm, rms_norm
 from dlmgrid.kernels.rotary import apply_rotary
@@ -100,7 +101,7 @@ def _norm_rotary(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tenso
 
 
 def triton_operators(numerics: str) -> Operators:
-    """The Triton kernels; under ``fast`` with the vendor's products."""
+    """The Triton kernels; under ``fast`` with the vendor's products where those are faster (``gemm.tiles``)."""
     from dlmgrid.kernels.attention.launch import block_attention as triton_attention
     from dlmgrid.kernels.attention.launch_plan import LaunchPlan
     from dlmgrid.kernels.cache_write.kernel import write_blocks as triton_write_blocks
@@ -113,15 +114,26 @@ def triton_operators(numerics: str) -> Operators:
     from dlmgrid.kernels.silu_gate.kernel import silu_gate as triton_silu_gate
     from dlmgrid.kernels.specfold.device_folding import DeviceFolds
 
-    def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    def takes_vendor(x: Tensor, weight: Tensor) -> bool:
         if numerics == "exact":
-            return triton_linear(x, weight, residual=residual)
-        return torch.addmm(residual, x, weight.T)
+            return False
+        return x.element_size() != 2 or is_vendor_faster(x.shape[0], *weight.shape)
+
+    def product(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        found = linear_vendor if takes_vendor(x, weight) else triton_linear
+        return found(x, weight, bias, out_dtype=out_dtype)
+
+    def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        if takes_vendor(x, weight):
+            return residual.addmm_(x, weight.T)
+        return triton_linear(x, weight, residual=residual)
 
     def linear_silu_gate(x: Tensor, weight: Tensor) -> Tensor:
-        if numerics == "exact":
-            return triton_linear(x, weight, gated=True)
-        return triton_silu_gate(linear_vendor(x, weight))
+        if takes_vendor(x, weight):
+            return triton_silu_gate(linear_vendor(x, weight))
+        return triton_linear(x, weight, gated=True)
 
     def open_folds(
         layout: FoldLayout, device: torch.device, *, heads: tuple[int, int, int], dtype: torch.dtype
@@ -136,7 +148,7 @@ def triton_operators(numerics: str) -> Operators:
 
     operators = Operators(
         name="triton",
-        linear=triton_linear if numerics == "exact" else linear_vendor,
+        linear=product,
         linear_residual=linear_residual,
         linear_silu_gate=linear_silu_gate,
         silu_gate=triton_silu_gate,

@@ -230,6 +230,18 @@ def choose_descriptor_tile(num_rows: int, num_weight_rows: int, width: int, gate
     return min(tiles, key=lambda tile: estimate(tile, num_rows, num_outputs, width, gated))
 
 
+MOST_ROWS_ALONE = 128
+"""Rows up to which the Triton products are faster than the vendor's at every shape of figures/products_h200.json."""
+
+FEWEST_VENDOR_ENTRIES = 4_000_000
+"""Entries of a weight from which on the vendor's products are faster above that: below, a launch is what they take."""
+
+
+def is_vendor_faster(num_rows: int, num_weight_rows: int, width: int) -> bool:
+    """Whether ``fast`` takes the vendor's product of R rows and a 16-bit weight [``num_weight_rows``, ``width``]."""
+    return num_rows > MOST_ROWS_ALONE and num_weight_rows * width >= FEWEST_VENDOR_ENTRIES
+
+
 def choose_pointer_tile(num_rows: int, num_outputs: int) -> PointerTile:
     """Wide where that fills the multiprocessors, narrow where nothing else does."""
     if num_rows > 192 and _programs(WIDE, num_rows, num_outputs) >= MULTIPROCESSORS:

@@ -174,6 +174,21 @@ def test_exact_numerics_on_a_gpu_take_the_triton_kernels() -> None:
     assert (grid.kernels, grid.numerics, grid.resources.device) == ("triton", "exact", "cuda")
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", "host"),
+        ("kernels: triton", "host"),
+        ("kernels: triton\nresources: {device: cuda}", "device"),
+        ("kernels: triton\nresources: {device: cuda, drafts: host}", "host"),
+        ("numerics: fast\nresources: {device: cuda}", "host"),
+        ("kernels: triton\nresources: {drafts: device}", "device"),
+    ],
+)
+def test_trees_grow_on_the_gpu_where_the_kernels_are_there(text: str, place: str) -> None:
+    assert parse_grid(GOOD + text, "g").draft_place == place
+
+
 @pytest.mark.parametrize(("text", "value"), [("1.0e-3", 1e-3), ("1.0e+2", 100.0), ("2.5e+0", 2.5)])
 def test_the_way_of_writing_that_an_error_names_is_read(text: str, value: float) -> None:
     assert parse_grid(change("[0, 0.7]", f"[{text}]"), "g").temperatures == [value]

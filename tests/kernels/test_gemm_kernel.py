@@ -17,11 +17,13 @@ from dlmgrid.kernels.gemm.shapes import ODD_ROWS, ODD_SHAPES, PASS_ROWS, PRODUCT
 from dlmgrid.kernels.gemm.tiles import (
     GATED_TILES,
     MIN_PIECE,
+    MOST_ROWS_ALONE,
     PLAIN_TILES,
     POINTER_TILES,
     DescriptorTile,
     choose_descriptor_tile,
     choose_pointer_tile,
+    is_vendor_faster,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -245,6 +247,21 @@ def test_every_row_count_has_a_pinned_tile() -> None:
                 tile = choose_descriptor_tile(rows, outputs, width, gated)
                 assert tile in (GATED_TILES if gated else PLAIN_TILES)
                 assert choose_pointer_tile(rows, outputs) in POINTER_TILES.values()
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        (MOST_ROWS_ALONE, PRODUCTS["SDAR-8B"]["gate_up"], False),
+        (MOST_ROWS_ALONE + 1, PRODUCTS["SDAR-8B"]["gate_up"], True),
+        (672, PRODUCTS["SDAR-1.7B"]["output"], True),
+        (672, PRODUCTS["smollm2-135m"]["gate_up"], False),
+    ],
+)
+def test_fast_takes_the_vendors_products_of_many_rows_and_large_weights(
+    rows: int, shape: tuple[int, int], expected: bool
+) -> None:
+    assert is_vendor_faster(rows, *shape) is expected
 
 
 def test_tiles_fit_the_matrix_instruction_and_shared_memory() -> None:

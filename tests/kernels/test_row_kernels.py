@@ -83,14 +83,22 @@ def test_gated_activation(
     assert torch.equal(silu_gate(gate_up[3:4]), result[3:4])
 
 
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(5, 64, 48), (129, 2048, 2048)])
 def test_fast_products_have_the_values_of_the_twins(
-    triton_device: torch.device, float_type: torch.dtype, assert_near: Any
+    triton_device: torch.device,
+    float_type: torch.dtype,
+    assert_near: Any,
+    rows: int,
+    outputs: int,
+    width: int,
 ) -> None:
+    """Small ones are Triton's in 16 bits, large ones the vendor's."""
     generator = torch.Generator().manual_seed(1)
     x, weight, residual = (
-        torch.randn(size, generator=generator).to(triton_device, float_type)
-        for size in ((5, 48), (64, 48), (5, 64))
+        torch.randn(size, generator=generator) for size in ((rows, width), (outputs, width), (rows, outputs))
     )
+    weight *= width**-0.5
+    x, weight, residual = (part.to(triton_device, float_type) for part in (x, weight, residual))
     fast, twins = triton_operators("fast"), torch_operators("exact")
     expected = twins.linear_residual(x.float(), weight.float(), residual.float())
     assert_near(fast.linear_residual(x, weight, residual), expected)

@@ -11,6 +11,7 @@ Legend: N segments of L tokens, R = N · L rows, rounded up to whole panels, H h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,9 @@ from dlmgrid.workers.models.weights import ModelWeights
 MOST_GRAPHS = 320
 """Graphs kept at once; with one more all are dropped, and captured again as they are needed."""
 
-_QUARTERS = (1, 2, 4)
-"""A folded pass is expected to compute as many quarters of its rows as the one before it did, rounded up."""
+_EXPECTED_ROWS = (32, 64, 128, 192, 288, 384, 512, 672, 1024, 1344, 2048, 2688)
+"""A folded pass is expected to compute as large a share of its rows as the one before it did; the next of these many,
+or all of them."""
 
 MOST_SEGMENTS = 128
 """Segments of a pass that has a graph; a larger one, the prefill of many samples say, seldom comes twice."""
@@ -57,13 +59,13 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Key:
-    """What graphs differ by; ``gate`` "" and ``quarters`` 0 for a pass that does not fold."""
+    """What graphs differ by; ``gate`` "" and ``expected`` rows 0 for a pass that does not fold."""
 
     num: int
     splits: int
     stores: bool
     gate: str = ""
-    quarters: int = 0
+    expected: int = 0
 
 
 class _Shape:
@@ -98,6 +100,16 @@ class _Shape:
         self._down.copy_(self._up, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+
+def expected_rows(report: FoldReport | None, all_rows: int) -> int:
+    """How many of its rows a folded pass is likely to compute, by the pass before it; all where that was not read."""
+    if report is None or not report.is_read:
+        return all_rows
+    counts = report.own_rows
+    share = sum(map(sum, counts)) / (len(report.is_foldable) * report.length * len(counts))
+    likely = math.ceil(share * all_rows)
+    return min([rows for rows in _EXPECTED_ROWS if rows >= likely] + [all_rows])
 
 
 class PassGraphs:
@@ -142,7 +154,7 @@ class PassGraphs:
             splits=1 << max(max(blocks.on_grid) // SPLIT_KEYS, 0).bit_length(),
             stores=any(blocks.written),
             gate="" if layout is None else layout.gate,
-            quarters=0 if layout is None else self._expected_quarters(),
+            expected=0 if layout is None else expected_rows(self.fold_report, num * self._length),
         )
         shape = self._shape(key)
         parts = self._tables(tokens, blocks, shape.hidden.shape[0])
@@ -171,15 +183,6 @@ class PassGraphs:
         if self._last is None or self._last.graph is None:
             raise RuntimeError("the last pass ran launch by launch; run one of its shape twice first")
         self._last.graph.replay()
-
-    def _expected_quarters(self) -> int:
-        """How many quarters of its rows the last folded pass computed, all if nobody has read that."""
-        report = self.fold_report
-        if report is None or not report.is_read:
-            return _QUARTERS[-1]
-        all_rows = len(report.is_foldable) * report.length * len(report.own_rows)
-        share = sum(map(sum, report.own_rows)) / all_rows
-        return next(quarters for quarters in _QUARTERS if share <= quarters / _QUARTERS[-1])
 
     def _shape(self, key: _Key) -> _Shape:
         if key not in self._shapes:
@@ -269,7 +272,7 @@ class PassGraphs:
             self._plan_shape(num),
             gate=key.gate,
             num_splits=key.splits,
-            expected_rows=-(-num * length * key.quarters // _QUARTERS[-1]),
+            expected_rows=key.expected,
         )
         hidden = run_folded_layers(*model, folds)
         shape.hidden[: num * length].copy_(hidden[: num * length])
