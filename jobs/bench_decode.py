@@ -117,7 +117,6 @@ def decode_rows(
             }  # fmt: skip
 
 
-@torch.inference_mode()  # as the decodes before it, whose caches it fills
 def pass_times(engine: Engine, budgets: Sequence[int], gen_length: int, repeats: int) -> dict[int, float]:
     """Device milliseconds of a pass by D, with the rows that the decoder reads ahead, behind half a generation."""
     prefix = min(64 + gen_length // 2, engine.max_length - 64) // engine.block_length * engine.block_length

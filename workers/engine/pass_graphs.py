@@ -143,6 +143,7 @@ class PassGraphs:
         self._hidden: Tensor | None = None
         self._pool: Any = None  # torch's handle of the graphs' shared memory
 
+    @torch.inference_mode()  # whoever asks: buffers made in one mode are written in every pass
     def run(self, tokens: Tensor, blocks: Blocks, layout: FoldLayout | None = None) -> Tensor:
         """Hidden states after the final norm of int32 ``tokens`` [N, L] on the CPU: a new tensor [N, L, H].
 

@@ -78,6 +78,23 @@ def test_agrees_with_the_twins(checkpoint: Path, device: str) -> None:
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-4)
 
 
+def test_passes_may_be_asked_for_within_inference_mode_and_outside_of_it(
+    checkpoint: Path, device: str
+) -> None:
+    engine = load_engine(
+        checkpoint, num_slots=1, max_length=32, device=device, kernels="triton", self_test=False
+    )
+    zero = torch.zeros(1, dtype=torch.int32)
+
+    def run() -> torch.Tensor:
+        tokens = torch.tensor([[1, -1, 3, 4]], dtype=torch.int32, device=device)
+        return engine.forward(tokens, zero, zero, torch.tensor([False]))
+
+    with torch.inference_mode():
+        first = run()
+    assert torch.equal(run(), first)
+
+
 @pytest.mark.gpu  # packs of 33 blocks take the interpreter minutes
 def test_the_self_test_passes(checkpoint: Path, cuda_device: torch.device) -> None:
     engine = load_engine(
