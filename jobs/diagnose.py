@@ -37,14 +37,23 @@ SHOWN_BLOCKS = 10
 
 def command(
     trajectories: Annotated[Path, typer.Argument(metavar="TRAJ", help="Folder of dlmgrid record.")],
+    *,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first runs of every cell, as they are recorded.")
+    ] = None,
 ) -> None:
-    """Show how long stale tokens and a stale order hold, and what oracles would give; no model is needed."""
+    """Show how long stale tokens and a stale order hold, and what oracles would give; no model is needed.
+
+    Takes some seconds a run and processor, most of them for the trees of spot; a large folder takes all processors.
+    """
     read_recorded(trajectories)
     if missing := unrecorded_text(trajectories):
         typer.echo(f"note: {missing}", err=True)
     out = trajectories / "diagnoses.parquet"
     run_worker_module(
-        "dlmgrid.workers.trajectories.diagnose_process", [str(trajectories), str(out)], "diagnosing"
+        "dlmgrid.workers.trajectories.diagnose_process",
+        [str(trajectories), str(out), *([] if limit is None else ["--limit", str(limit)])],
+        "diagnosing",
     )
     rows = read_table([str(out)], DIAGNOSES).to_pylist()
     console = table_console()

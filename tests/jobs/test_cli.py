@@ -22,7 +22,7 @@ FLAGS = {
     "record": {"--out", "--limit", "--data", "--address", "--progress", "--quiet"},
     "replay": {"--out", "--verify", "--device"},
     "study": {"--drafter", "--csv"},
-    "diagnose": set[str](),
+    "diagnose": {"--limit"},
     "decode": {"--out", "--checkpoint", "--device", "--compare", "--part"},
     "train-order": {
         "--out",

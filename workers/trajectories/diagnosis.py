@@ -34,6 +34,7 @@ from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting import confidence_tree, spot, ssd
 from dlmgrid.workers.drafting.drafter import Drafter, predict
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint
+from dlmgrid.workers.drafting.order_model import ScoreMemo
 from dlmgrid.workers.drafting.ssd import chain_order
 from dlmgrid.workers.trajectories.diagnostic_drafters import oracle_position, oracle_token
 from dlmgrid.workers.trajectories.replay import ReplayBatch, without_future
@@ -85,6 +86,14 @@ class Diagnosis:
             ratio.numerator += numerator
             ratio.denominator += denominator
             ratio.count += count
+
+    def merge(self, other: Diagnosis) -> None:
+        """Add the sums of other batches of the cell."""
+        for quantity, ratio in other._ratios.items():
+            own = self._ratios.setdefault(quantity, _Ratio())
+            own.numerator += ratio.numerator
+            own.denominator += ratio.denominator
+            own.count += ratio.count
 
     def add_hits(self, name: str, hits: Tensor, blocks: Tensor, depth: int | None = None) -> None:
         """Add events: bool [E] and the block int64 [E] of each."""
@@ -178,6 +187,8 @@ def _add_oracles(found: Diagnosis, batch: ReplayBatch) -> None:
 
 def _add_drafters(found: Diagnosis, batch: ReplayBatch) -> None:
     for method, drafter in _drafters().items():
+        if isinstance(drafter, spot.SpotDrafter):
+            drafter.share(ScoreMemo())  # budgets meet the same roots
         for budget in DRAFT_BUDGETS:
             cell = replace(batch.cell, method=method, budget=budget)
             replayed = batch.replay(cell, without_future(drafter))

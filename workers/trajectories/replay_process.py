@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +32,11 @@ from dlmgrid.workers.trajectories.diagnostic_drafters import DIAGNOSTIC_DRAFTERS
 from dlmgrid.workers.trajectories.files import files_by_cell, open_trajectories, read_generation
 from dlmgrid.workers.trajectories.kept_rows import KeptRows
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
+from dlmgrid.workers.trajectories.processes import available_cpus, part_size, run_parts
 from dlmgrid.workers.trajectories.replay import DraftWithFuture, ReplayBatch, Replayed, without_future
 from dlmgrid.workers.trajectories.trajectory import load_generation
 from dlmgrid.workers.unit_runner import UnitRunner, build_drafter
 from dlmgrid.workers.units import Key, WorkUnit
-
-BATCH = 64
-"""Generations replayed together: a few hundred MB at a block length of 32."""
-
-SMALLEST_PART = 16
-"""Fewer generations together cost more time each than idle processes do."""
 
 ROWS_PER_PROCESS = 256
 """A process is started for at least this many rows: it takes seconds to start."""
@@ -55,8 +46,6 @@ PROCESSES_OF_A_GPU = 4
 
 UNFINISHED = "unfinished"
 """Folder beside the cells' files that keeps what a stopped replay has done."""
-
-SECONDS_BETWEEN_LINES = 10.0
 
 COMPARED = ("nfe_prefill", "nfe_denoise", "nfe_commit", "nfe_total", "rounds", "accepted", "drafted_nodes",
             "rows_computed")  # fmt: skip
@@ -173,47 +162,7 @@ def replay_cells(
     """
     num_keys = len({key for work in works for key in work.keys})
     parts = split_parts(files, works, part_size(num_keys, num_processes, smallest=1))
-    return join_rows(works, parts, run_parts(parts, num_processes))
-
-
-def part_size(num_generations: int, num_processes: int, *, smallest: int = SMALLEST_PART) -> int:
-    """How many generations are replayed together: a few parts for each process, of 64 at most."""
-    return max(smallest, min(BATCH, -(-num_generations // (3 * num_processes))))
-
-
-def run_parts(
-    parts: Sequence[Part], num_processes: int, *, say: Callable[[str], None] | None = None
-) -> list[list[dict[Key, Row]]]:
-    """What :func:`replay_part` gives of each part; several processes take one thread each. ``say`` is told how far it
-    is, at most every ten seconds."""
-    found: dict[int, list[dict[Key, Row]]] = {}
-    told = time.monotonic()
-
-    def tell() -> None:
-        nonlocal told
-        if say is not None and time.monotonic() - told > SECONDS_BETWEEN_LINES and len(found) < len(parts):
-            say(f"replayed {len(found)} of {len(parts)} parts")
-            told = time.monotonic()
-
-    if num_processes == 1 or len(parts) == 1:
-        for index, part in enumerate(parts):
-            found[index] = replay_part(part)
-            tell()
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            min(num_processes, len(parts)), mp_context=context, initializer=_begin_part_process
-        ) as pool:
-            index_of = {pool.submit(replay_part, part): index for index, part in enumerate(parts)}
-            for future in as_completed(index_of):
-                found[index_of[future]] = future.result()
-                tell()
-    return [found[index] for index in range(len(parts))]
-
-
-def _begin_part_process() -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
+    return join_rows(works, parts, run_parts(replay_part, parts, num_processes, done="replayed"))
 
 
 def join_rows(
@@ -226,11 +175,6 @@ def join_rows(
         for work, some in zip(part.works, of_part, strict=True):
             rows[index_of[work.cell.cell_key]].update(some)
     return [[own[key] for key in work.keys] for work, own in zip(works, rows, strict=True)]
-
-
-def available_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def verify(work: ReplayWork, rows: Sequence[Row], num_verified: int, runner: UnitRunner) -> None:
@@ -295,7 +239,8 @@ def run_plan(plan: ReplayPlan) -> None:
         for recorded, works in by_recorded.items()
     ]
     say = functools.partial(print, flush=True)
-    found = run_parts([part for _, parts in groups for part in parts], num_processes, say=say)
+    everything = [part for _, parts in groups for part in parts]
+    found = run_parts(replay_part, everything, num_processes, done="replayed", say=say)
     runner: UnitRunner | None = None
     for works, parts in groups:
         own, found = found[: len(parts)], found[len(parts) :]

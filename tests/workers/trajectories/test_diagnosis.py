@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from dlmgrid.workers.trajectories import diagnose_process
+from dlmgrid.workers.trajectories.diagnose_process import diagnosis_rows
 from dlmgrid.workers.trajectories.diagnosis import MAX_DEPTH, Diagnosis, Quantity
 from dlmgrid.workers.trajectories.replay import ReplayBatch
 from dlmgrid.workers.trajectories.trajectory import Trajectory, load_trajectories
@@ -105,6 +107,36 @@ def test_trees_are_described_as_a_replay_grows_them(record_tiny: Callable[..., A
     assert depth * rounds == pytest.approx(drafted), "a chain is as deep as it has states"
     assert found[Quantity("ssd_tree_width", None, None, 8)][0] <= 1
     assert found[Quantity("confidence_tree_tree_width", None, None, 8)][0] > 1
+
+
+def test_parts_merged_are_the_whole(record_tiny: Callable[..., Any]) -> None:
+    trajectories = list(load_trajectories(record_tiny(decoder="static").path))
+    parts = []
+    for some in (trajectories[:1], trajectories[1:]):
+        parts.append(Diagnosis())
+        parts[-1].add_batch(ReplayBatch(some))
+    merged = Diagnosis()
+    for part in parts:
+        merged.merge(part)
+    whole = Diagnosis()
+    whole.add_batch(ReplayBatch(trajectories))
+    assert list(merged.values()) == list(whole.values())
+
+
+def test_processes_and_a_limit_keep_the_counts(
+    record_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record_tiny(decoder="static").path
+    alone = diagnosis_rows(path)
+    monkeypatch.setattr(diagnose_process, "GENERATIONS_PER_PROCESS", 1)
+    monkeypatch.setattr(diagnose_process, "available_cpus", lambda: 2)
+    monkeypatch.setattr(diagnose_process, "part_size", lambda *_: 2)
+    assert diagnosis_rows(path) == alone
+    first = list(load_trajectories(path))[:2]
+    found = diagnosed(first)
+    for row in diagnosis_rows(path, limit=2):
+        quantity = Quantity(row["quantity"], row["block"], row["depth"], row["draft_budget"])
+        assert found[quantity] == (pytest.approx(row["value"]), row["count"])
 
 
 def test_tokens_of_older_passes_are_committed_less_often(record_tiny: Callable[..., Any]) -> None:
