@@ -220,13 +220,13 @@ def timed_decode(
     profiled: bool = False, given: Mapping[str, Mapping[str, Any]] | None = None, warm_ups: int = 2,
     temperature: float = 0.0, drafts: str = "host", fold: FoldSettings | None = None,
 ) -> tuple[list[Generation], float]:  # fmt: skip
-    """Decode after ``warm_ups`` runs on as many prompts as are in flight; wall seconds of the last run.
+    """Decode after ``warm_ups`` runs; wall seconds of the last one.
 
-    A shape's first pass compiles and its second is captured, so an engine that has not decoded so needs two.
+    A shape's first pass compiles and its second is captured, so an engine that has not decoded these prompts needs two.
     """
     decoder = make_decoder(engine, method, budget, gen_length, profiled, given, temperature, drafts, fold)
     for _ in range(warm_ups):
-        decoder.decode(prompts[:width], width)
+        decoder.decode(prompts, width)
     synchronize(engine.device)
     begun = time.perf_counter()
     found = decoder.decode(prompts, width)
