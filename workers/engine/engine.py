@@ -177,12 +177,12 @@ class Engine(ModelHead):
         if self._graphs is not None and not timed and num:
             leading = [self._leading(start) for start in start_list]
             blocks = Blocks(
-                slots=slot_list,
-                starts=start_list,
-                on_grid=[start + lead for start, lead in zip(start_list, leading, strict=True)],
-                first_keys=leading if self._from_prompt else None,
-                causal=[causal or flag for flag in store_list] if self._token_causal else None,
-                written=written,
+                slots=tuple(slot_list),
+                starts=tuple(start_list),
+                on_grid=tuple(start + lead for start, lead in zip(start_list, leading, strict=True)),
+                first_keys=tuple(leading) if self._from_prompt else None,
+                causal=tuple(causal or flag for flag in store_list) if self._token_causal else None,
+                written=tuple(written),
             )
             tokens = tokens.cpu()
             self._check_tokens(tokens)
@@ -291,12 +291,12 @@ class Engine(ModelHead):
                 hidden = run_layers(self.config, weights, inputs, self._keys, self._values, self.operators)
             else:
                 blocks = Blocks(
-                    slots=slots,
-                    starts=starts,
-                    on_grid=on_grid,
-                    first_keys=leading if self._from_prompt else None,
-                    causal=is_causal if self._token_causal else None,
-                    written=written or store,
+                    slots=tuple(slots),
+                    starts=tuple(starts),
+                    on_grid=tuple(on_grid),
+                    first_keys=tuple(leading) if self._from_prompt else None,
+                    causal=tuple(is_causal) if self._token_causal else None,
+                    written=tuple(written or store),
                 )
                 layout = self._layout(*fold, blocks)
                 config = self.config

@@ -37,6 +37,9 @@ _EXPECTED_ROWS = (32, 64, 128, 192, 288, 384, 512, 672, 1024, 1344, 2048, 2688)
 """A folded pass is expected to compute as large a share of its rows as the one before it did; the next of these many,
 or all of them."""
 
+MOST_LAYOUTS = 1024
+"""Layouts kept at once: some KB each."""
+
 MOST_SEGMENTS = 128
 """Segments of a pass that has a graph; a larger one, the prefill of many samples say, seldom comes twice."""
 
@@ -49,12 +52,12 @@ class Blocks:
     the sample's first, and which of them see themselves causally (None: no family of the model's kind) and are written.
     """
 
-    slots: Sequence[int]
-    starts: Sequence[int]
-    on_grid: Sequence[int]
-    first_keys: Sequence[int] | None
-    causal: Sequence[bool] | None
-    written: Sequence[bool]
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    on_grid: tuple[int, ...]
+    first_keys: tuple[int, ...] | None
+    causal: tuple[bool, ...] | None
+    written: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +140,7 @@ class PassGraphs:
         self._length = block_length
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._shapes: dict[_Key, _Shape] = {}
+        self._layouts: dict[Blocks, list[Tensor]] = {}
         self._offsets = torch.arange(block_length, dtype=torch.int32)
         self.fold_report: FoldReport | None = None
         self._last: _Shape | None = None
@@ -228,9 +232,20 @@ class PassGraphs:
         )
 
     def _tables(self, tokens: Tensor, blocks: Blocks, rows: int) -> list[Tensor]:
+        flat = tokens.reshape(-1)
+        if flat.numel() < rows:
+            flat = torch.cat((flat, flat.new_zeros(rows - flat.numel())))
+        layout = self._layouts.get(blocks)
+        if layout is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[blocks] = self._layout(blocks, rows)
+        return [flat, *layout]
+
+    def _layout(self, blocks: Blocks, rows: int) -> list[Tensor]:
+        """Where the rows of a pass lie: all of its tables but the tokens. The passes of a block share it."""
         num = len(blocks.slots)
-        flat, positions = torch.zeros(2, rows, dtype=torch.int32)
-        flat[: num * self._length] = tokens.reshape(-1)
+        positions = torch.zeros(rows, dtype=torch.int32)
         starts = torch.tensor(blocks.starts, dtype=torch.int32)
         positions[: num * self._length] = (starts[:, None] + self._offsets).clamp_min(0).view(-1)
         slots = [slot if written else -1 for slot, written in zip(blocks.slots, blocks.written, strict=True)]
@@ -242,7 +257,7 @@ class PassGraphs:
             causal=blocks.causal,
         )
         integers = (torch.tensor(values, dtype=torch.int32) for values in (slots, blocks.on_grid))
-        return [flat, positions, *integers, plan]
+        return [positions, *integers, plan]
 
     @torch.inference_mode()
     def _compute(self, shape: _Shape, key: _Key) -> None:
