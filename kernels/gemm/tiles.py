@@ -188,7 +188,7 @@ MEASURED: dict[tuple[int, int, bool, int], DescriptorTile] = {
     (151936, 4096, False, 128): DescriptorTile((128,), 128, 64, 8, 3),
 }
 """(rows of the weight, K, gated, rows of the pass up to) -> tile, the fastest on an H200 of those above, offline; the
-times beside the vendor's are in figures/products_h200.json."""
+times beside the vendor's are in figures/products_h200.json. ``python -m dlmgrid.jobs.bench_tiles`` times them."""
 
 MULTIPROCESSORS = 132
 _FLOPS = 780e12 / MULTIPROCESSORS
