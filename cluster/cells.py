@@ -70,7 +70,7 @@ class CellWork:
     """A canonical cell with what is to be generated in it.
 
     ``drafter_path`` is where the output folder keeps the drafter's file, ``drafter_source`` the file that the grid
-    names; both "" where the method has none.
+    names; both "" where the method has none. ``default_block_length`` is the model's, where the grid names none.
     """
 
     cell: Cell
@@ -79,6 +79,7 @@ class CellWork:
     keys: tuple[Key, ...]
     drafter_path: str = ""
     drafter_source: str = ""
+    default_block_length: int = 0
 
 
 @contextmanager
@@ -248,11 +249,13 @@ def _fold_fields(method: MethodEntry) -> dict[str, Any]:
 def _check_taus(grid: Grid, model: Model) -> None:
     """Raises InputError for a fold whose list of thresholds is not one a layer of the model."""
     for method in grid.methods:
-        count = 0 if method.fold is None else len(method.fold.values)
-        if count > 1 and count != model.shape.num_hidden_layers:
+        if method.fold is None or not isinstance(method.fold.tau, list):
+            continue
+        count = len(method.fold.tau)
+        if count != model.shape.num_hidden_layers:
             raise InputError(
-                f"method {method.name!r}: fold: tau has {count} values, model {model.entry.path!r} has "
-                f"{model.shape.num_hidden_layers} layers; give one number, or one a layer"
+                f"method {method.name!r}: fold: tau has {count} value{'s' * (count != 1)}, model "
+                f"{model.entry.path!r} has {model.shape.num_hidden_layers} layers; give one number, or one a layer"
             )
 
 
@@ -298,6 +301,7 @@ def make_cells(
                                 keys=keys,
                                 drafter_path=stored_drafter(inputs.parent / "drafters", wanted),
                                 drafter_source=str(drafter.path) if drafter and has_drafter else "",
+                                default_block_length=model.shape.block_length,
                             )
                         elif len(keys) > len(found.keys):
                             works[wanted.cell_key] = replace(found, keys=keys)

@@ -47,6 +47,22 @@ def varied_settings(
     return [name for name in CELL_FIELDS if name in varied]
 
 
+_SHOWN_APART = ("model", "revision", "benchmark", "temperature", "method", "budget", *NAMED)
+"""Settings that a table of cells has a column for, or that are in the decoder's."""
+
+
+def unnamed_settings(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the settings that tell cells apart which look alike in a table of cells."""
+    varied = varied_settings(cells, alike=("model", "benchmark", "method"))
+    return [name for name in varied if name not in _SHOWN_APART]
+
+
+def other_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The ``names`` of a cell's settings with their values, those left out that are not set."""
+    given = {name: settings[name] for name in names if settings[name] not in (None, "", False)}
+    return ", ".join(f"{name} {value}" for name, value in given.items())
+
+
 def _number(value: float) -> str:
     short = f"{value:g}"
     return short if float(short) == value else repr(value)

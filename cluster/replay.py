@@ -15,7 +15,7 @@ from typing import Any
 
 from dlmgrid.cluster.cells import CellWork, Model, Questions, check_methods, find_benchmark, make_cells
 from dlmgrid.cluster.decoder_text import decoder_text
-from dlmgrid.cluster.grid import BenchmarkEntry, Grid
+from dlmgrid.cluster.grid import BenchmarkEntry, Grid, ModelEntry
 from dlmgrid.cluster.sources import Sources
 from dlmgrid.cluster.worker_process import run_worker_module
 from dlmgrid.workers.cell import Cell
@@ -24,6 +24,7 @@ from dlmgrid.workers.drafting.drafter_file import read_drafter_file
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.items import inputs_file_name, read_items
 from dlmgrid.workers.models.families import FAMILIES
+from dlmgrid.workers.models.family import Family
 from dlmgrid.workers.tables import REPLAYS, read_table
 from dlmgrid.workers.trajectories.files import (
     files_by_cell,
@@ -32,6 +33,7 @@ from dlmgrid.workers.trajectories.files import (
     wanted_columns,
 )
 from dlmgrid.workers.trajectories.plan import ReplayPlan, ReplayWork
+from dlmgrid.workers.trajectories.planned import PlannedCell, read_planned
 from dlmgrid.workers.units import Key
 
 Recorded = Mapping[str, tuple[Cell, tuple[Key, ...]]]
@@ -189,8 +191,6 @@ class _RecordedShape:
     block_length: int
     family: str
     caches: tuple[str, ...]
-    stop: str
-    confidence: str
     max_position_embeddings: int = 2**31 - 1
     num_hidden_layers: int = 0  # a replay takes no fold
 
@@ -198,12 +198,22 @@ class _RecordedShape:
     def seeds_next_block(self) -> bool:
         return self.family in FAMILIES and FAMILIES[self.family].seeds_next_block
 
+    @property
+    def stop(self) -> str:
+        return self._known_family.stop
+
+    @property
+    def confidence(self) -> str:
+        return self._known_family.confidence
+
     def published_decoder(self, variant: str | None = None) -> dict[str, Any]:
+        return self._known_family.published_decoder(variant).settings
+
+    @property
+    def _known_family(self) -> Family:
         if self.family not in FAMILIES:
-            raise InputError(
-                f"the recorded runs are of an unknown family {self.family!r}; name the decoder in the grid"
-            )
-        return FAMILIES[self.family].published_decoder(variant).settings
+            raise InputError(f"the recorded runs are of an unknown family {self.family!r}")
+        return FAMILIES[self.family]
 
 
 def _recorded_models(
@@ -231,11 +241,9 @@ def _recorded_models(
             )
         folder = Path(entry.path)
         shape = _RecordedShape(
-            block_length=cells[0].block_length,
+            block_length=_default_block_length(entry, cells, read_planned(trajectories)),
             family=cells[0].family,
             caches=tuple(sorted({cell.cache for cell in cells})),
-            stop=cells[0].stop,
-            confidence=cells[0].confidence,
         )
         if shape.seeds_next_block:
             raise InputError(
@@ -245,6 +253,26 @@ def _recorded_models(
         models.append(Model(entry=entry, folder=folder, shape=shape))
         fingerprints[str(folder)] = weights[0]
     return models, fingerprints
+
+
+def _default_block_length(
+    entry: ModelEntry, cells: Sequence[Cell], planned: Mapping[str, PlannedCell]
+) -> int:
+    """The block length that a run takes where the grid names none: the model's, as its recording wrote it down.
+
+    Raises InputError where it did not and several were recorded.
+    """
+    defaults = {planned[cell.cell_key].default_block_length for cell in cells if cell.cell_key in planned}
+    known = [default for default in defaults if default is not None]
+    if len(known) == 1:
+        return known[0]
+    recorded = sorted({cell.block_length for cell in cells})
+    if entry.block_length is None and len(recorded) > 1:
+        raise InputError(
+            f"model {entry.path!r} was recorded with blocks of {' and '.join(map(str, recorded))} tokens; name "
+            "block_length in the grid's model"
+        )
+    return recorded[0]
 
 
 def _recorded_questions(grid: Grid, sources: Sources, trajectories: Path, entry: BenchmarkEntry) -> Questions:

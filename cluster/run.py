@@ -213,7 +213,10 @@ class _Run:
         refuse_another_grid(store, works)
         if request.records:
             works = recorded_works(works, store, asked.grid.record)
-            store.mark_recording({work.cell: work.keys for work in works})
+            store.mark_recording(
+                {work.cell: work.keys for work in works},
+                {work.cell.cell_key: work.default_block_length for work in works},
+            )
         else:
             refuse_unrecorded_work(store, works, retry_failed=request.retry_failed)
         for questions in asked.questions:

@@ -86,10 +86,12 @@ class Store:
         """Whether the folder is one of recorded runs: draft-free rows count with their trajectories only."""
         return self.trajectories.is_dir()
 
-    def mark_recording(self, cells: Mapping[Cell, Iterable[Key]]) -> None:
-        """Make this a folder of recorded runs, and write down that these are to be in it."""
+    def mark_recording(
+        self, cells: Mapping[Cell, Iterable[Key]], block_lengths: Mapping[str, int] | None = None
+    ) -> None:
+        """Make this a folder of recorded runs, and write down that these are to be in it; see ``add_planned``."""
         self.trajectories.mkdir(exist_ok=True)
-        add_planned(self.out, cells)
+        add_planned(self.out, cells, block_lengths)
 
     # --- reading
 

@@ -119,6 +119,15 @@ def read_replays(folders: Iterable[Path]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def num_disagreeing(folders: Iterable[Path]) -> int:
+    """How many rows of replays were decoded live and have other counts there."""
+    files = [str(file) for folder in folders for file in sorted((folder / "replays").glob("*.parquet"))]
+    return sum(
+        row["agrees_with_live"] is False
+        for row in read_table(files, REPLAYS, ["agrees_with_live"]).to_pylist()
+    )
+
+
 def drafter_names(files: Iterable[str]) -> dict[str, str]:
     """By fingerprint, what tells a drafter from others of its method: a graph's selection, or an order model's name.
 
@@ -264,7 +273,7 @@ def _goals_over_methods(at: ByName, decoder: str, budget: int) -> list[Goal]:
 
 
 def _boundary_goals(at: ByName, plain: Line) -> list[Goal]:
-    """Against ``plain`` draft-free runs: a replay's own ratio is over the serialized run with fused passes."""
+    """Against the ``plain`` draft-free runs of the same replays, by benchmark."""
     found = []
     decoder = "static fused window full"
     for budget, cut in ((8, 2.7), (20, 3.1)):

@@ -82,6 +82,7 @@ from dlmgrid.jobs.refusals import in_one_line
 from dlmgrid.kernels.benchmark import Ceilings, measure_ceilings
 from dlmgrid.workers.benchmarks.words import MAX_ITEMS, held_out_items
 from dlmgrid.workers.decoding.decoder import Prompt
+from dlmgrid.workers.drafting.spiffy_graph import load_graph
 from dlmgrid.workers.engine.engine import DTYPES, Engine, load_engine
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.partial_files import write_whole
@@ -276,6 +277,13 @@ class Bench:
             if "checkpoint" in parts:
                 check_target(parts["checkpoint"], self.folder)
             build_drafter(method, self.given)
+            if "graph" in parts and {"decode", "folds"} & set(given.tables):
+                nodes, most = load_graph(parts["graph"]).budget, max(given.decode_budgets)
+                if nodes < most:
+                    raise InputError(
+                        f"draft graph {parts['graph']} was calibrated for {nodes} nodes, --decode-budgets asks for "
+                        f"{most}; calibrate one for as many"
+                    )
         if {"decode", "folds", "batch"} & set(given.tables):
             widths = given.in_flight if "batch" in given.tables else []
             needed = self._longest(self._prompts(max(given.items, *widths, 2)))

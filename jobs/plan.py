@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.cost import forwards_per_row
-from dlmgrid.cluster.decoder_text import NAMED, decoder_text, varied_settings
+from dlmgrid.cluster.decoder_text import decoder_text, other_settings, unnamed_settings
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.lock import RunLock
 from dlmgrid.cluster.out_folder import check_out
@@ -41,9 +41,6 @@ from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.units import WorkUnit
 
 MAX_CELLS_SHOWN = 1000
-
-_SHOWN_APART = ("model", "revision", "benchmark", "temperature", "method", "budget", *NAMED)
-"""Settings that have a column of their own, or are in the decoder's."""
 
 
 def command(
@@ -127,7 +124,10 @@ def show_plan(
         lock.acquire()
         try:
             if records:
-                store.mark_recording({work.cell: work.keys for work in works})
+                store.mark_recording(
+                    {work.cell: work.keys for work in works},
+                    {work.cell.cell_key: work.default_block_length for work in works},
+                )
             for questions in asked.questions:
                 store.write_inputs(questions.file_name, questions.items)
             copy_drafters(store, works)
@@ -178,8 +178,7 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
     names = ["model", "benchmark", "T", "decoder", "method", "D", "rows", "missing", "forwards/row ≤"]
     shown = works[:MAX_CELLS_SHOWN]
     settings = [work.cell.to_dict() for work in shown]
-    alike = ("model", "benchmark", "method")
-    varied = [name for name in varied_settings(settings, alike=alike) if name not in _SHOWN_APART]
+    varied = unnamed_settings(settings)
     if varied:
         names.append("and")
     for name in ["cell", *names] if shows_keys else names:
@@ -201,17 +200,11 @@ def _print_cells(works: Sequence[CellWork], store: Store | None, *, shows_keys: 
             str(forwards_per_row(cell)),
         ]
         if varied:
-            values.append(_others(own, varied))
+            values.append(other_settings(own, varied))
         table.add_row(*([cell.cell_key, *values] if shows_keys else values))
     Console(width=WIDTH_OF_A_LOG).print(table)
     if len(works) > MAX_CELLS_SHOWN:
         typer.echo(f"… and {len(works) - MAX_CELLS_SHOWN} more cells")
-
-
-def _others(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The ``names`` of a cell's settings with their values, those left out that are not set."""
-    given = {name: settings[name] for name in names if settings[name] not in (None, "", False)}
-    return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 def _print_totals(works: Sequence[CellWork], chains: Sequence[Chain], store: Store | None) -> None:

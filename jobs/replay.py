@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from dlmgrid.cluster.decoder_text import decoder_text
+from dlmgrid.cluster.decoder_text import decoder_text, other_settings, unnamed_settings
 from dlmgrid.cluster.grid import read_grid
 from dlmgrid.cluster.out_folder import ExitCode, check_out
 from dlmgrid.cluster.replay import ReplaySummary, plan_replay, read_recorded, replay_grid, summarise
@@ -57,7 +57,9 @@ def command(
     typer.echo(f"replaying {num_rows} rows of {len(works)} cells", err=True)
     replay_grid(plan)
     summaries = summarise(plan)
-    table_console().print(replay_table(summaries))
+    console = table_console()
+    console.print(replay_table(summaries))
+    console.print(LEGEND)
     num_live = sum(summary.num_live for summary in summaries)
     num_agreeing = sum(summary.num_agreeing for summary in summaries)
     if verify:
@@ -65,20 +67,30 @@ def command(
     return int(ExitCode.DONE if num_agreeing == num_live else ExitCode.NOT_EXACT)
 
 
+LEGEND = (
+    "NFE: target forwards per item (prefill, denoising and commit passes). × fewer: forwards of the serialized run, "
+    "its commit passes apart, over these. accepted: drafted states accepted per round. depth, width: steps to the "
+    "deepest drafted state of a round, states of its fullest depth. drafted, rows: drafted states and computed rows "
+    "per item. live: rows equal to live decoding, of those compared (--verify)."
+)
+
+
 def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
-    """One line a cell."""
+    """One line a cell; where only a setting without a column tells cells apart, a column more."""
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("model", "benchmark", "T", "decoder", "method", "D", "items", "NFE", "÷ draft-free",
-                 "accepted/round", "depth", "width", "drafted", "rows", "live"):  # fmt: skip
-        left = name in ("model", "benchmark", "decoder", "method")
+    settings = [summary.cell.to_dict() for summary in summaries]
+    varied = unnamed_settings(settings)
+    for name in ("model", "benchmark", "T", "decoder", "method", "D", "items", "NFE", "× fewer",
+                 "accepted", "depth", "width", "drafted", "rows", "live", *(["and"] if varied else [])):  # fmt: skip
+        left = name in ("model", "benchmark", "decoder", "method", "and")
         table.add_column(name, justify="left" if left else "right")
-    for summary in summaries:
+    for summary, own in zip(summaries, settings, strict=True):
         cell = summary.cell
         table.add_row(
             Path(cell.model).name,
             cell.benchmark,
             f"{cell.temperature:g}",
-            decoder_text(cell.to_dict()),
+            decoder_text(own),
             cell.method,
             str(cell.budget),
             str(summary.num_rows),
@@ -90,5 +102,6 @@ def replay_table(summaries: Sequence[ReplaySummary]) -> Table:
             f"{summary.drafted_nodes_mean:.0f}",
             f"{summary.rows_computed_mean:.0f}",
             f"{summary.num_agreeing}/{summary.num_live}" if summary.num_live else "–",
+            *([other_settings(own, varied)] if varied else []),
         )
     return table

@@ -49,7 +49,9 @@ def command(
         int | None, typer.Option(min=1, help="Steps between held-out evaluations: 100, with --tokens 300.")
     ] = None,
     patience: Annotated[int, typer.Option(min=1, help="Evaluations without a better one that end it.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the first weights and of the batches.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Train an order model on recorded draft-free runs; one prompt in ten is held out.

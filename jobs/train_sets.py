@@ -44,7 +44,9 @@ def command(
     learning_rate: Annotated[float, typer.Option(min=0, help="Peak; it falls along a cosine to 0.")] = 1e-3,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between held-out evaluations.")] = 200,
     patience: Annotated[int, typer.Option(min=1, help="Evaluations without a better one that end it.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the first weights and of the batches.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Train the drafter of SPOT-Sets on recorded draft-free runs of a threshold decoder; one prompt in ten is held out.
@@ -56,6 +58,8 @@ def command(
     check_out_file(out, "--out", ".safetensors", beside=[".json", ".state"])
     is_card = has_format(FORMAT)
     check_own_json(out.with_suffix(".json"), f"--out {out}", "card of a set model", is_card)
+    if refit is not None and refit.expanduser().resolve() == out.expanduser().resolve():
+        raise InputError(f"--refit {refit} is --out as well, and would be replaced; name another --out")
     if refit is not None and (width, layers) != (None, None):
         raise InputError("--refit keeps the shape of its model; leave --width and --layers out")
     if width is not None and width % 8:

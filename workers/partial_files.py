@@ -24,3 +24,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Put a written file in its place, readable by whom the user's umask lets read: some writers make private files."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    partial.chmod(0o666 & ~mask)
+    partial.replace(path)

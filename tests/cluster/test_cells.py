@@ -185,6 +185,10 @@ def test_the_longer_of_two_entries_of_one_benchmark_counts(
             "method 'ssd': fold: tau has 3 values, model .* has 4 layers; give one number, or one a layer",
         ),
         (
+            {"methods": [{"name": "ssd", "budgets": [2], "fold": {"tau": [0.1]}}]},
+            "method 'ssd': fold: tau has 1 value, model .* has 4 layers; give one number, or one a layer",
+        ),
+        (
             {"benchmarks": [{"name": "letters", "num_fewshot": 1}]},
             "num_fewshot 1 is more than the 0 examples",
         ),

@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 
-from dlmgrid.cluster.cells import make_cells
+from dlmgrid.cluster import replay
+from dlmgrid.cluster.cells import CellWork, make_cells
 from dlmgrid.cluster.grid import Grid, parse_grid
 from dlmgrid.cluster.plan import UnitSettings, plan_chains
 from dlmgrid.cluster.replay import plan_replay, read_recorded, replay_grid, summarise
@@ -34,6 +35,7 @@ from dlmgrid.workers.trajectories import replay_process
 from dlmgrid.workers.trajectories.files import unrecorded_text
 from dlmgrid.workers.trajectories.kept_rows import KeptRows
 from dlmgrid.workers.trajectories.plan import ReplayPlan
+from dlmgrid.workers.trajectories.planned import add_planned
 from dlmgrid.workers.unit_file import read_units
 from dlmgrid.workers.unit_runner import UnitRunner
 
@@ -431,3 +433,24 @@ def test_draft_free_rows_that_were_not_recorded_cannot_be_taken_for_recorded(
     run_units(store, plan_chains(works, store, UnitSettings(run_id="test", device="cpu")))
     with pytest.raises(InputError, match="they were not recorded, or their file is gone"):
         refuse_unrecorded(store, works)
+
+
+def test_what_a_grid_leaves_out_is_the_models_own_and_not_what_happens_to_be_recorded(
+    recorded: Path, tmp_path: Path
+) -> None:
+    (known, keys), *_ = read_recorded(recorded).values()
+    cells = [replace(known, confidence="random", stop="full", block_length=length) for length in (16, 32)]
+    found = {cell.cell_key: (cell, keys) for cell in cells}
+    grid = make_grid(models=["reference"])
+    with pytest.raises(InputError, match="was recorded with blocks of 16 and 32 tokens; name block_length"):
+        replay._recorded_models(grid, found, tmp_path)
+    named = make_grid(models=[{"path": "reference", "block_length": 16}])
+    assert replay._recorded_models(named, found, tmp_path)[0]
+    add_planned(tmp_path, dict.fromkeys(cells, keys), {cell.cell_key: 32 for cell in cells})
+    ((model,), _) = replay._recorded_models(grid, found, tmp_path)
+    assert model.shape.block_length == 32
+    assert (model.shape.confidence, model.shape.stop) == ("tempered", known.stop)
+    sixteen = {cell.cell_key: (cell, keys) for cell in cells[:1]}
+    work = CellWork(cell=known, checkpoint="", inputs="", keys=keys)
+    with pytest.raises(InputError, match=r"holds no run with .*block_length 32 \(recorded: 16\)"):
+        replay._recorded_keys(sixteen, work, tmp_path)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from dlmgrid.cluster.study import goals_of, read_replays, study_lines
+from dlmgrid.cluster.study import goals_of, num_disagreeing, read_replays, study_lines
+from dlmgrid.jobs import study
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 
 NAMES = {"aaa": "marginal_gain", "bbb": "degree_1"}
 
@@ -157,3 +159,22 @@ def test_goals_compare_lines_of_one_experiment_only() -> None:
     assert measured["model, seed 1, 1 generations: spot D = 8: NFE saved over ssd"] == pytest.approx(0.2)
     apart = study_lines([row("spot", 8, 40), row("ssd", 8, 60), row("ssd", 8, 2, item_id="2")], {})
     assert not [goal.text for goal in goals_of(apart) if "over ssd" in goal.text]
+
+
+def test_rows_that_disagree_with_live_decoding_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("ssd", 8, 50, item_id=str(number)) for number in range(3)]
+    for one, agrees in zip(rows, (True, False, None), strict=True):
+        one |= {
+            "recorded_cell_key": "r", "prompt_tokens": 4, "nfe_prefill": 1, "nfe_denoise": 48, "nfe_commit": 1,
+            "accepted_per_round": 2.0, "depth_per_round": 1.0, "width_per_round": 1.0, "rows_computed": 9,
+            "agrees_with_live": agrees, "product_version": "0", "seed": "0",
+        }  # fmt: skip
+    (tmp_path / "replays").mkdir()
+    write_table(str(tmp_path / "replays" / "a.parquet"), to_table(REPLAYS, rows))
+    assert num_disagreeing([tmp_path]) == 1
+    assert study.command([tmp_path]) == 4
+    printed = capsys.readouterr()
+    assert "1 of these rows do not agree with live decoding" in printed.err
+    assert "× fewer" in printed.out

@@ -134,6 +134,8 @@ def test_a_set_model_is_trained_and_fitted_to_another_target(
     other = tmp_path / "other.parquet"
     record_tiny_runs(other, 16, records=("hidden",), weight_fingerprint="a" * 24, **settings)
     fit = {name: value for name, value in small.items() if name not in ("width", "layers")}
+    with pytest.raises(InputError, match="is --out as well, and would be replaced; name another --out"):
+        train_sets.command(other, out, refit=out, **fit)
     with pytest.raises(InputError, match="--refit keeps the shape of its model; leave --width and --layers"):
         train_sets.command(other, fitted, refit=out, **small)
     train_sets.command(other, fitted, refit=out, **fit)

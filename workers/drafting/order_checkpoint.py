@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlmgrid.workers.drafting.checkpoint_header import HEADER, read_header
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path, write_whole
+from dlmgrid.workers.partial_files import partial_path, publish, write_whole
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from dlmgrid.workers.drafting.order_model import OrderModel
     from dlmgrid.workers.drafting.token_model import TokenModel
@@ -34,8 +34,6 @@ FORMAT = "dlmgrid-order-model-1"
 
 TOKEN_FORMAT = "dlmgrid-token-model-1"
 """The same of an order model that reads tokens."""
-
-_HEADER = "dlmgrid"
 
 REFERENCE = "reference"
 """The name of the order model that ships with the package."""
@@ -72,27 +70,9 @@ def find_order_checkpoint(name: str) -> Path:
 
 def read_order_checkpoint(path: Path) -> OrderCheckpoint:
     """Check a file by its header. Raises InputError for a missing, damaged or foreign one, or for other features."""
-    from safetensors import SafetensorError, safe_open
-
-    if path.is_dir():
-        raise InputError(f"order model {path} is a folder; name the .safetensors file in it")
-    if not path.is_file():
-        raise InputError(
-            f"order model {path} does not exist; make one with dlmgrid train-order TRAJ --out {path}"
-        )
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"order model {path}: not a whole safetensors file ({error}); train it again"
-        ) from error
-    found = header.get("format", "no format")
-    if found not in (FORMAT, TOKEN_FORMAT):
-        raise InputError(
-            f"order model {path}: it holds {found}, this version reads the features of {FORMAT} and {TOKEN_FORMAT}; "
-            "train it again with dlmgrid train-order"
-        )
+    header = read_header(
+        path, "order model", (FORMAT, TOKEN_FORMAT), needs=("card",), make_it="dlmgrid train-order TRAJ"
+    )
     return OrderCheckpoint(
         path=path,
         fingerprint=hashlib.sha256(path.read_bytes()).hexdigest()[:24],
@@ -123,21 +103,12 @@ def _save(path: Path, model: nn.Module, header: dict[str, Any], card: dict[str, 
     }
     partial = partial_path(path)
     text = json.dumps({**header, "card": card}, sort_keys=True)  # one key: many are written in any order
-    save_file(tensors, str(partial), metadata={_HEADER: text})
-    partial.replace(path)
+    save_file(tensors, str(partial), metadata={HEADER: text})
+    publish(partial, path)
     fingerprint = read_order_checkpoint(path).fingerprint
     text = json.dumps({"fingerprint": fingerprint, **header, **card}, indent=1, sort_keys=True)
     write_whole(path.with_suffix(".json"), text + "\n")
     return fingerprint
-
-
-def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InputError for a drafter's tensor that holds NaN or infinity: it would draft nothing, and say nothing."""
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise InputError(
-                f"{path}: tensor {name} holds NaN or infinity; the file is damaged, train it again"
-            )
 
 
 def load_order_model(path: Path) -> OrderModel | TokenModel:
@@ -150,7 +121,6 @@ def load_order_model(path: Path) -> OrderModel | TokenModel:
 
     found = read_order_checkpoint(path)
     tensors = load_file(str(path))
-    check_finite(path, tensors)
     try:
         model = TokenModel(TokenShape(**found.shape)) if found.reads_tokens else OrderModel()
         model.load_state_dict(tensors)

@@ -14,17 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlmgrid.workers.drafting.order_checkpoint import check_finite
+from dlmgrid.workers.drafting.checkpoint_header import HEADER, read_header
 from dlmgrid.workers.errors import InputError
-from dlmgrid.workers.partial_files import partial_path, write_whole
+from dlmgrid.workers.partial_files import partial_path, publish, write_whole
 
 if TYPE_CHECKING:
     from dlmgrid.workers.drafting.set_model import SetModel
 
 FORMAT = "dlmgrid-set-model-2"
 """Names architecture and inputs: 1 had another network."""
-
-_HEADER = "dlmgrid"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,24 +43,9 @@ class SetCheckpoint:
 
 def read_set_checkpoint(path: Path) -> SetCheckpoint:
     """Check a file by its header. Raises InputError for a missing, damaged or foreign one."""
-    from safetensors import SafetensorError, safe_open
-
-    if path.is_dir():
-        raise InputError(f"set model {path} is a folder; name the .safetensors file in it")
-    if not path.is_file():
-        raise InputError(
-            f"set model {path} does not exist; make one with dlmgrid train-sets TRAJ --out {path}"
-        )
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"set model {path}: not a whole safetensors file ({error}); train it again"
-        ) from error
-    found = header.get("format", "no format")
-    if found != FORMAT:
-        raise InputError(f"set model {path}: it holds {found}, this version reads {FORMAT}; train it again")
+    header = read_header(
+        path, "set model", (FORMAT,), needs=("card", "shape", "target"), make_it="dlmgrid train-sets TRAJ"
+    )
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:24]
     return SetCheckpoint(
         path=path,
@@ -83,8 +66,8 @@ def save_set_model(path: Path, model: SetModel, *, target: str, card: dict[str, 
     }
     header = {"format": FORMAT, "target": target, "shape": asdict(model.shape), "card": card}
     partial = partial_path(path)
-    save_file(tensors, str(partial), metadata={_HEADER: json.dumps(header, sort_keys=True)})
-    partial.replace(path)
+    save_file(tensors, str(partial), metadata={HEADER: json.dumps(header, sort_keys=True)})
+    publish(partial, path)
     fingerprint = read_set_checkpoint(path).fingerprint
     text = json.dumps({"fingerprint": fingerprint, **header}, indent=1, sort_keys=True)
     write_whole(path.with_suffix(".json"), text + "\n")
@@ -99,7 +82,6 @@ def load_set_model(path: Path) -> SetModel:
 
     found = read_set_checkpoint(path)
     tensors = load_file(str(path))
-    check_finite(path, tensors)
     try:
         model = SetModel(SetShape(**found.shape))
         model.load_state_dict(tensors)

@@ -152,7 +152,9 @@ def load_graph(path: Path) -> DraftGraph:
         ) from error
     except IsADirectoryError as error:
         raise InputError(f"draft graph {path} is a folder; name the .json file in it") from error
-    except (OSError, ValueError) as error:
+    except PermissionError as error:
+        raise InputError(f"draft graph {path} cannot be read ({error.strerror})") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"draft graph {path} cannot be read ({error}); calibrate again") from error
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
@@ -175,9 +177,10 @@ def load_graph(path: Path) -> DraftGraph:
                 for node in values["nodes"]
             ),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        fingerprint = graph.fingerprint
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"draft graph {path} is not whole ({error!r}); calibrate again") from error
-    if graph.fingerprint != values.get("fingerprint"):
+    if fingerprint != values.get("fingerprint"):
         raise InputError(f"draft graph {path} was changed after calibration; calibrate again")
     return graph
 

@@ -98,11 +98,13 @@ def main() -> None:
     say = functools.partial(print, flush=True)
     try:
         table = to_table(DIAGNOSES, diagnosis_rows(arguments.trajectories, limit=arguments.limit, say=say))
+        partial = partial_path(arguments.out)
+        write_table(str(partial), table)
+        partial.replace(arguments.out)
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")
-    partial = partial_path(arguments.out)
-    write_table(str(partial), table)
-    partial.replace(arguments.out)
+    except OSError as error:  # reading is answered for where it is done
+        parser.exit(2, f"error: {arguments.out} cannot be written ({error.strerror})\n")
 
 
 if __name__ == "__main__":

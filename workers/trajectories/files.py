@@ -95,6 +95,8 @@ def open_trajectories(path: Path) -> pq.ParquetFile:
     """One trajectory file, its schema checked. Raises InputError for one that is truncated or of another version."""
     try:
         file = pq.ParquetFile(path)
+    except PermissionError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
             f"{path}: not a whole trajectory file ({' '.join(str(error).split())}); record again, with the same command"
@@ -138,9 +140,12 @@ def wanted_columns(path: Path, file: pq.ParquetFile, records: Sequence[str]) -> 
 def read_generation(
     path: Path, file: pq.ParquetFile, group: int, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """One row group: the steps of one generation. Raises InputError when it is damaged."""
+    """One row group: the steps of one generation, at least one. Raises InputError when it is damaged."""
     try:
-        return file.read_row_group(group, columns=columns).combine_chunks()
+        found = file.read_row_group(group, columns=columns).combine_chunks()
+        if not found.num_rows:
+            raise pa.ArrowInvalid("it has no steps")
+        return found
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
             f"{path}: damaged at generation {group + 1} ({' '.join(str(error).split())}); record again into a new "

@@ -64,7 +64,8 @@ def without_future(drafter: Drafter) -> DraftWithFuture:
 class Replayed:
     """The cost of one generation under a drafter; the names are those of the decoder's ``Generation``.
 
-    ``depths`` and ``widths``, an entry a round: steps to the deepest drafted node, and nodes of the fullest depth.
+    ``nfe_reference``: all forwards of the serialized run, commit passes apart from denoising. ``depths`` and
+    ``widths``, an entry a round: steps to the deepest drafted node, and nodes of the fullest depth.
     """
 
     item_id: str
@@ -72,6 +73,7 @@ class Replayed:
     prompt_tokens: int
     nfe_prefill: int
     nfe_commit: int
+    nfe_reference: int
     nfe_denoise: int = 0
     drafted_nodes: int = 0
     rows_computed: int = 0
@@ -223,17 +225,25 @@ class ReplayBatch:
     def start(self, index: int) -> Replayed:
         """The passes before the first block: the prefill of whole prompt blocks."""
         item_id, repeat, prompt_tokens = self.identities[index]
+        first, end = int(self.firsts[index]), int(self.ends[index])
         if self.cell.cache in CANVAS_CACHES:
             return Replayed(
-                item_id=item_id, repeat=repeat, prompt_tokens=prompt_tokens, nfe_prefill=0, nfe_commit=0
+                item_id=item_id,
+                repeat=repeat,
+                prompt_tokens=prompt_tokens,
+                nfe_prefill=0,
+                nfe_commit=0,
+                nfe_reference=end - first,
             )
-        prefilled = int(self.block_starts[self.firsts[index]])
+        prefilled = int(self.block_starts[first])
+        num_blocks = self.block_starts[first:end].unique().numel()
         return Replayed(
             item_id=item_id,
             repeat=repeat,
             prompt_tokens=prompt_tokens,
             nfe_prefill=int(prefilled > 0),
             nfe_commit=0,
+            nfe_reference=int(prefilled > 0) + end - first + num_blocks,
             rows_computed=prefilled,
         )
 

@@ -144,9 +144,8 @@ def replay_part(part: Part) -> list[dict[Key, Row]]:
             work = part.works[index]
             memo = memos.setdefault(work.drafter_path, ScoreMemo())
             rows: dict[Key, Row] = {}
-            for number, replayed in enumerate(batch.replay(work.cell, drafting_of(work, memo, part.device))):
-                num_steps = int(batch.ends[number] - batch.firsts[number])
-                rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed, num_steps)
+            for replayed in batch.replay(work.cell, drafting_of(work, memo, part.device)):
+                rows[Key(replayed.item_id, replayed.repeat)] = _row(work.cell, replayed)
             found[index] = rows
             if kept is not None:
                 kept.save(work.cell, part.places, part.device, rows)
@@ -193,7 +192,7 @@ def verify(work: ReplayWork, rows: Sequence[Row], num_verified: int, runner: Uni
         row["agrees_with_live"] = all(row[name] == decoded[name] for name in COMPARED)
 
 
-def _row(cell: Cell, replayed: Replayed, num_steps: int) -> Row:
+def _row(cell: Cell, replayed: Replayed) -> Row:
     return cell.to_dict() | {
         "cell_key": cell.cell_key,
         "seed": str(cell.seed),
@@ -205,7 +204,7 @@ def _row(cell: Cell, replayed: Replayed, num_steps: int) -> Row:
         "nfe_denoise": replayed.nfe_denoise,
         "nfe_commit": replayed.nfe_commit,
         "nfe_total": replayed.nfe_total,
-        "nfe_reference": replayed.nfe_prefill + num_steps + replayed.nfe_commit,
+        "nfe_reference": replayed.nfe_reference,
         "rounds": replayed.nfe_denoise,
         "accepted": replayed.accepted,
         "accepted_per_round": sum(replayed.accepted) / len(replayed.accepted),
@@ -265,6 +264,8 @@ def main() -> None:
         run_plan(ReplayPlan.read(arguments.plan))
     except DlmgridError as error:
         parser.exit(2, f"error: {error}\n")
+    except OSError as error:  # reading is answered for where it is done
+        parser.exit(2, f"error: {error.filename or 'the output'} cannot be written ({error.strerror})\n")
 
 
 if __name__ == "__main__":

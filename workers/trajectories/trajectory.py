@@ -118,10 +118,63 @@ def load_generation(
 
 
 def _trajectory(path: Path, table: pa.Table, records: Sequence[str]) -> Trajectory:
-    """The generation held by one row group."""
+    """The generation held by one row group. Raises InputError for values that no run can have."""
+    try:
+        found = _read(path, table, records)
+        fault = _fault_of(found)
+    except (ValueError, TypeError, IndexError, KeyError, RuntimeError, pa.ArrowInvalid) as error:
+        raise _damaged(path, str(error)) from error
+    if fault:
+        raise _damaged(path, f"item {found.item_id!r}: {fault}")
+    return found
+
+
+def _damaged(path: Path, fault: str) -> InputError:
+    return InputError(f"{path} is damaged ({' '.join(fault.split())}); record again into a new folder")
+
+
+def _fault_of(found: Trajectory) -> str:
+    """What is wrong with the values of a trajectory, "" where nothing is."""
+    fault = _fault_of_distributions(found, found.states == MASKED)
+    if not fault and found.window is not None:
+        snapshots = found.window.snapshots
+        fault = _fault_of_distributions(snapshots, snapshots.masked)
+    if fault:
+        return fault
+    following = found.states.clone()
+    for step, commits in enumerate(found.commits):
+        for position, token in commits:
+            if not 0 <= position < found.block_length or int(found.states[step, position]) != MASKED:
+                return f"step {step} commits position {position}, which is not masked"
+            following[step, position] = token
+    goes_on = found.block_starts[1:] == found.block_starts[:-1]
+    if bool((following[:-1][goes_on] != found.states[1:][goes_on]).any()):
+        return "a state is not the one before it with its commits"
+    return ""
+
+
+def _fault_of_distributions(found: Trajectory | Snapshots, masked: Tensor) -> str:
+    probabilities = found.probabilities[masked]
+    if not bool(((probabilities >= 0) & (probabilities <= 1 + _ROUNDING)).all()):  # NaN is neither
+        return "probabilities that are none"
+    if not bool((probabilities[:, :-1] >= probabilities[:, 1:]).all()):
+        return "candidates that are not in the order of their probabilities"
+    if not bool((probabilities.sum(dim=1) <= 1 + _ROUNDING).all()):
+        return "probabilities of more than 1 in all"
+    if not bool((found.token_ids[masked] >= 0).all()):
+        return "candidates that are no tokens"
+    for name in ("entropy", "tail_mass", "log_tempered_mass"):
+        if not bool(getattr(found, name)[masked].isfinite().all()):
+            return f"{name} that is not finite"
+    return ""
+
+
+_ROUNDING = 1e-3
+
+
+def _read(path: Path, table: pa.Table, records: Sequence[str]) -> Trajectory:
     constant = ("item_id", "repeat", "prompt_tokens", "num_steps", "cell_key", *CELL_FIELDS)
-    first = table.select(list(constant)).slice(0, 1)
-    row: dict[str, Any] = first.to_pylist()[0]
+    row: dict[str, Any] = table.select(list(constant)).slice(0, 1).to_pylist()[0]
     num_steps, block_length = row["num_steps"], row["block_length"]
     if table["step"].to_pylist() != list(range(num_steps)):
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -270,11 +271,46 @@ def test_the_shipped_model_is_small_whole_and_of_the_shipped_target() -> None:
     assert sum(p.numel() for p in load_order_model(path).parameters()) == 621_057
 
 
-def test_a_damaged_file_is_refused_and_does_not_draft_nothing(tmp_path: Path) -> None:
-    model = OrderModel()
-    with torch.no_grad():
-        model.layers[1].up.weight[3, 4] = torch.nan
+HEADER = '{"format": "dlmgrid-order-model-1", "card": {}}'
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda tensor: torch.full_like(tensor, torch.nan),
+            r"tensor layers\.1\.up\.weight holds NaN or infinity",
+        ),
+        (lambda tensor: tensor.int(), r"tensor layers\.1\.up\.weight holds int32 numbers"),
+    ],
+)
+def test_a_damaged_tensor_is_found_before_anything_is_loaded(
+    tmp_path: Path, damage: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
     path = tmp_path / "order.safetensors"
-    save_order_model(path, model, {})
-    with pytest.raises(InputError, match=r"tensor layers\.1\.up\.weight holds NaN or infinity"):
-        load_order_model(path)
+    save_order_model(path, OrderModel(), {})
+    tensors = load_file(str(path))
+    name = "layers.1.up.weight"
+    save_file(tensors | {name: damage(tensors[name])}, str(path), metadata={"dlmgrid": HEADER})
+    with pytest.raises(InputError, match=message):
+        read_order_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["{not json", "[]", '{"format": "dlmgrid-order-model-1"}', HEADER.replace("{}", "[]"), "[" * 100_000],
+)
+def test_a_damaged_header_is_refused(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "order.safetensors"
+    save_order_model(path, OrderModel(), {})
+    save_file(load_file(str(path)), str(path), metadata={"dlmgrid": header})
+    with pytest.raises(
+        InputError, match=r"order\.safetensors: not a whole safetensors file .*; train it again"
+    ):
+        read_order_checkpoint(path)
+
+
+def test_a_checkpoint_is_as_readable_as_its_card(tmp_path: Path) -> None:
+    path = tmp_path / "order.safetensors"
+    save_order_model(path, OrderModel(), {})
+    assert path.stat().st_mode == path.with_suffix(".json").stat().st_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,3 +131,13 @@ def test_another_serialized_run_is_refused(record_tiny: Callable[..., Any]) -> N
         ReplayBatch(list(load_trajectories(sampled.path))).replay(biased, DIAGNOSTIC_DRAFTERS["stale_order"])
     with pytest.raises(ValueError, match="one recorded cell"):
         ReplayBatch([])
+
+
+def test_the_reference_has_its_commit_passes_apart(record_tiny: Callable[..., Any]) -> None:
+    batch = ReplayBatch(list(load_trajectories(record_tiny(decoder="static").path)))
+    plain = batch.replay(batch.cell, drafting(batch.cell))
+    fused_cell = replace(batch.cell, fused_commit=True)
+    fused = batch.replay(fused_cell, drafting(fused_cell))
+    assert sum(one.nfe_total for one in fused) < sum(one.nfe_total for one in plain)
+    for one, other in zip(plain, fused, strict=True):
+        assert one.nfe_total == one.nfe_reference == other.nfe_reference

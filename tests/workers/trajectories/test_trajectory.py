@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -172,3 +173,42 @@ def test_a_generation_in_several_files_counts_once_and_one_with_a_torn_file_of_r
     (out / "trajectories" / "once.parquet").unlink()
     with pytest.raises(InputError, match=r"once\.parquet: dlmgrid.table is trajectories"):
         list(load_trajectories(out))
+
+
+def _changed(name: str, change: Callable[[Any], Any]) -> Callable[[pa.Table], pa.Table]:
+    """Replaces a list column by what ``change`` makes of its flat values."""
+
+    def apply(table: pa.Table) -> pa.Table:
+        column = table[name].combine_chunks()
+        values = pa.array(change(column.flatten().to_numpy().copy()), column.type.value_type)
+        made = pa.ListArray.from_arrays(column.offsets, values).cast(column.type)
+        return table.set_column(table.schema.get_field_index(name), table.schema.field(name), made)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_changed("probabilities", lambda values: values * float("nan")), "probabilities that are none"),
+        (_changed("probabilities", lambda values: -values), "probabilities that are none"),
+        (_changed("probabilities", lambda values: values[::-1]), "not in the order of their probabilities"),
+        (_changed("probabilities", lambda values: values * 0 + 1), "probabilities of more than 1 in all"),
+        (_changed("token_ids", lambda values: values - 1000), "candidates that are no tokens"),
+        (_changed("entropy", lambda values: values + float("inf")), "entropy that is not finite"),
+        (_changed("commit_positions", lambda values: values + 99), "step 0 commits position"),
+        (_changed("commit_tokens", lambda values: values + 1), "a state is not the one before it"),
+        (lambda table: table.slice(0, 0), "it has no steps"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(
+    record_tiny: Callable[..., Any], tmp_path: Path, damage: Callable[[pa.Table], pa.Table], message: str
+) -> None:
+    file = pq.ParquetFile(record_tiny().path)
+    damaged = tmp_path / "damaged.parquet"
+    with pq.ParquetWriter(damaged, file.schema_arrow) as writer:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            writer.write_table(damage(table) if group == 1 else table)
+    with pytest.raises(InputError, match=rf"damaged\.parquet.*damaged.*{message}"):
+        list(load_trajectories(damaged))
