@@ -21,6 +21,7 @@ from dlmgrid.workers.decoding.noise import NoiseTable
 from dlmgrid.workers.decoding.paths import Step
 from dlmgrid.workers.decoding.state import MASKED
 from dlmgrid.workers.drafting import confidence_tree, none, ssd
+from dlmgrid.workers.drafting.catalog import METHODS
 from dlmgrid.workers.drafting.drafter import Drafter
 from dlmgrid.workers.drafting.order_model import OrderModel
 from dlmgrid.workers.drafting.set_model import SetModel, SetShape
@@ -117,8 +118,10 @@ ALL = tuple(
     for method in BUILDERS
     for verification in (("coupled",) if method == "none" else ("coupled", "uncoupled"))
     for rule in RULES
-    if method != "spot"
-    or (verification, rule) == ("coupled", "static")  # its model is the same size for any block
+    if rule in METHODS[method].decoders
+    and (
+        method != "spot" or (verification, rule) == ("coupled", "static")
+    )  # its model is the same size for any block
 )
 
 
