@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +44,7 @@ def command(
     _warn_of_missing(summary)
     typer.echo(
         f"{summary.num_added} answers added from a file of the {summary.shape} shape, {summary.num_kept} were "
-        f"there already; next: dlmgrid score {out}"
+        f"there already; next: dlmgrid score {shlex.quote(str(out))}"
     )
 
 

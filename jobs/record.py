@@ -6,6 +6,7 @@ The folder is that of a run whose rows are the serialized ones, plus ``TRAJ/traj
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,11 @@ def command(
         )
     )
     if code is ExitCode.DONE:
-        typer.echo(f"recorded into {out}; next: dlmgrid replay {out} {grid} --out DIR")
+        folder = shlex.quote(str(out))
+        typer.echo(
+            f"recorded into {folder}; next: dlmgrid replay {folder} {shlex.quote(str(grid))} --out DIR, "
+            f"or, where these are runs to learn from, dlmgrid calibrate or train-order {folder}"
+        )
     else:
         typer.echo(summary(out, code))
     return int(code)

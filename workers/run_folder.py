@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +124,9 @@ def _take(manifest: Manifest, values: dict[str, Any]) -> object:
 def open_run(out: Path) -> Manifest:
     """The manifest of a run's folder. Raises InputError for a folder that is none, or has lost its manifest."""
     if not (out / "generations").is_dir():
-        raise InputError(f"{out} holds no generations/ folder; give the --out folder of a run")
+        replays = (out / "replays").is_dir()
+        what = f"; it holds replays, which dlmgrid study {shlex.quote(str(out))} shows" if replays else ""
+        raise InputError(f"{out} holds no generations/ folder; give the --out folder of a run{what}")
     manifest = read_manifest(out)
     if not (out / MANIFEST).exists() and (files := unlisted(out, manifest)):
         raise InputError(

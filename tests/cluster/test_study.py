@@ -11,6 +11,7 @@ from dlmgrid.cluster.study import goals_of, num_disagreeing, read_replays, study
 from dlmgrid.jobs import study
 from dlmgrid.workers.cell import CELL_FIELDS, Cell
 from dlmgrid.workers.errors import InputError
+from dlmgrid.workers.run_folder import open_run
 from dlmgrid.workers.tables import REPLAYS, to_table, write_table
 
 NAMES = {"aaa": "marginal_gain", "bbb": "degree_1"}
@@ -80,6 +81,13 @@ def test_gamma_is_held_against_the_same_order_model() -> None:
 def test_a_folder_without_replays_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no replays; make them with dlmgrid replay"):
         read_replays([tmp_path])
+
+
+def test_a_folder_of_replays_is_named_where_a_run_is_wanted(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    (folder / "replays").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"it holds replays, which dlmgrid study '.*with space' shows"):
+        open_run(folder)
 
 
 def test_a_drafted_boundary_is_held_against_plain_draft_free_runs() -> None:

@@ -59,6 +59,10 @@ def trajectory_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     folder = path / "trajectories"
+    if not folder.is_dir() and (path / "generations").is_dir():
+        raise InputError(
+            f"{path} is a run without recorded steps; record its grid into another folder with dlmgrid record"
+        )
     if not folder.is_dir():
         raise InputError(f"{path} holds no trajectories; make them with dlmgrid record GRID --out {path}")
     files = []

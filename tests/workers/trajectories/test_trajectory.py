@@ -132,8 +132,12 @@ def test_only_committed_units_of_a_folder_count(record_tiny: Callable[..., Any],
     out = tmp_path / "out"
     with pytest.raises(InputError, match="holds no trajectories"):
         list(load_trajectories(out))
-    for folder in ("trajectories", "generations"):
-        (out / folder).mkdir(parents=True)
+    (out / "generations").mkdir(parents=True)
+    with pytest.raises(
+        InputError, match="is a run without recorded steps; record its grid into another folder"
+    ):
+        list(load_trajectories(out))
+    (out / "trajectories").mkdir()
     for name in ("committed", "left-over"):
         (out / "trajectories" / f"{name}.parquet").write_bytes(recording.path.read_bytes())
     with pytest.raises(InputError, match="holds no finished trajectories"):
