@@ -105,6 +105,7 @@ def plan_replay(
     questions = [_recorded_questions(grid, sources, trajectories, entry) for entry in grid.benchmarks]
     limits = {(entry.name, entry.num_fewshot): entry.limit or grid.limit or 0 for entry in grid.benchmarks}
     notes: dict[str, str] = {}
+    of_drafters: dict[tuple[str, str], tuple[str, ...]] = {}  # a file is read whole, so once
     works = []
     files = files_by_cell(trajectories)
     for work in make_cells(grid, models, questions, fingerprints, trajectories / "inputs"):
@@ -116,7 +117,10 @@ def plan_replay(
                 f"{num_asked - len(keys)} of {num_asked} generations asked for are not recorded: {cell.benchmark} at "
                 f"T = {cell.temperature:g}, {decoder_text(cell.reference().to_dict())}"
             )
-        records = needed_records(work)
+        drafter = (cell.method, work.drafter_source)
+        if drafter not in of_drafters:
+            of_drafters[drafter] = _records_of_drafter(*drafter)
+        records = tuple(dict.fromkeys((*of_drafters[drafter], *(("window",) if cell.window else ()))))
         for path in files.get(work.cell.reference().cell_key, []):
             wanted_columns(path, open_trajectories(path), records)
         if num_verified:
@@ -132,19 +136,17 @@ def plan_replay(
                 )
             )
         else:
-            drafter = work.drafter_source
-            works.append(ReplayWork(cell=work.cell, keys=keys, drafter_path=drafter, records=records))
+            works.append(
+                ReplayWork(cell=work.cell, keys=keys, drafter_path=work.drafter_source, records=records)
+            )
     for note in notes.values():
         say(f"note: {note}")
     return tuple(works)
 
 
-def needed_records(work: CellWork) -> tuple[str, ...]:
-    """What a replay of this cell needs of a recording beyond its steps: for its method, its drafter, its window."""
-    method = ALL_METHODS[work.cell.method]
-    of_file = read_drafter_file(method, Path(work.drafter_source)).records if work.drafter_source else ()
-    window = ("window",) if work.cell.window else ()
-    return tuple(dict.fromkeys((*of_file, *window)))
+def _records_of_drafter(method: str, path: str) -> tuple[str, ...]:
+    """What a replay of a drafter needs of a recording beyond its steps; ``path`` of its file, "" where it has none."""
+    return read_drafter_file(ALL_METHODS[method], Path(path)).records if path else ()
 
 
 def replay_grid(plan: ReplayPlan) -> None:

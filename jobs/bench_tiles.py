@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import dlmgrid
+from dlmgrid.jobs.bench import commit
 from dlmgrid.jobs.bench_arguments import (
     OneLineParser,
     add_device,
@@ -87,17 +88,18 @@ def tile_row(
     times: dict[str, float] = {}
     first: Tensor | None = None
     same = 0
-    tiles = tiles_for(num_rows, gated)
+    chosen = choose_descriptor_tile(num_rows, outputs, width, gated)
+    tiles = list(dict.fromkeys([chosen, *tiles_for(num_rows, gated)]))
     for tile in tiles:
         product_of = partial(linear, x, gated=gated, tile=tile)
         found = product_of(weights[0])
         first = found if first is None else first
         same += int(torch.equal(found, first))
         times[tile_name(tile)] = _microseconds(product_of, weights, repeats)
-    chosen = tile_name(choose_descriptor_tile(num_rows, outputs, width, gated))
     row: Row = {
         "shape": shape, "product": product, "rows": num_rows, "outputs": outputs, "inputs": width, "gated": gated,
-        "vendor_us": _microseconds(vendor, weights, repeats), "tiles_us": times, "chosen": chosen,
+        "vendor_us": _microseconds(vendor, weights, repeats), "tiles_us": times,
+        "chosen": tile_name(chosen),
         "fastest": min(times, key=times.__getitem__), "tiles": len(tiles), "same_bits": same,
     }  # fmt: skip
     if gated:
@@ -129,9 +131,8 @@ def row_text(row: Row) -> str:
     vendor = f"vendor {row['vendor_us']:.1f}"
     if "vendor_with_silu_us" in row:
         vendor += f" ({row['vendor_with_silu_us']:.1f} with the activation)"
-    now = f"{times[chosen]:.1f}" if chosen in times else "not timed"
     return (
-        f"{row['shape']:13} {row['product']:8} {row['rows']:5} rows: {vendor}, chosen {chosen} {now}, "
+        f"{row['shape']:13} {row['product']:8} {row['rows']:5} rows: {vendor}, chosen {chosen} {times[chosen]:.1f}, "
         f"fastest {fastest} {times[fastest]:.1f} us; same bits {row['same_bits']} of {row['tiles']}"
     )
 
@@ -140,7 +141,7 @@ def proposals(rows: Sequence[Row]) -> Iterator[str]:
     """Entries of the pinned table that these rows speak for."""
     for row in rows:
         times, fastest = row["tiles_us"], row["fastest"]
-        if times[fastest] < GAIN * times.get(row["chosen"], float("inf")):
+        if times[fastest] < GAIN * times[row["chosen"]]:
             tiles = {tile_name(tile): tile for tile in (GATED_TILES if row["gated"] else PLAIN_TILES)}
             yield f"({row['outputs']}, {row['inputs']}, {row['gated']}, {row['rows']}): {_entry(tiles[fastest])},"
 
@@ -157,6 +158,8 @@ def main(given: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if arguments.device.startswith("cuda") else torch.float16
     check_kernels("triton", arguments.device, "bfloat16" if dtype is torch.bfloat16 else "float32")
     check_results(arguments.out)
+    import triton  # the check above says where it is missing
+
     rows = []
     for shape in arguments.shapes:
         for product in arguments.products:
@@ -172,7 +175,12 @@ def main(given: Sequence[str] | None = None) -> int:
         "what": "one product, microseconds, median of graph replays over weights that take turns",
         "device": device_name(arguments.device),
         "dtype": str(dtype).removeprefix("torch."),
-        "versions": {"dlmgrid": dlmgrid.__version__, "torch": torch.__version__},
+        "versions": {
+            "dlmgrid": dlmgrid.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "commit": commit(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
     }

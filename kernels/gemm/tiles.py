@@ -231,7 +231,8 @@ def choose_descriptor_tile(num_rows: int, num_weight_rows: int, width: int, gate
 
 
 MOST_ROWS_ALONE = 128
-"""Rows up to which the Triton products are faster than the vendor's at every shape of figures/products_h200.json."""
+"""Rows up to which a layer's Triton products, the gate's activation in them, are faster than the vendor's with torch's
+activation at every shape of figures/products_h200.json."""
 
 FEWEST_VENDOR_ENTRIES = 4_000_000
 """Entries of a weight from which on the vendor's products are faster above that: below, a launch is what they take."""

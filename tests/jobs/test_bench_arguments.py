@@ -19,6 +19,7 @@ from dlmgrid.jobs import bench, bench_drafting, bench_families, bench_folding
 from dlmgrid.jobs.bench_arguments import MOST_DRAFTS, check_results, real_number, whole_number
 from dlmgrid.jobs.bench_shapes import shape_config
 from dlmgrid.workers.drafting.order_checkpoint import REFERENCE, find_order_checkpoint, save_token_model
+from dlmgrid.workers.drafting.spiffy_graph import DraftGraph, GraphKey, GraphNode, save_graph
 from dlmgrid.workers.drafting.token_model import TokenModel, TokenShape
 from dlmgrid.workers.errors import InputError
 from dlmgrid.workers.models.synthetic import tiny_config, tiny_family_config, write_random_checkpoint
@@ -160,6 +161,25 @@ def test_an_order_model_of_other_weights_is_refused(
     assert "other weights" in line
     with pytest.raises(AssertionError, match="were measured"):
         module.main([*usual(module, folder), option.format(REFERENCE)])
+
+
+def test_a_graph_of_fewer_nodes_than_a_budget_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = GraphKey(
+        weight_fingerprint="", decoder="static", commits_per_step=1, threshold=None, temperature=0.0,
+        noise="commit_count", block_length=4,
+    )  # fmt: skip
+    node = GraphNode(pairs=((0, 0),), parents=(-1,), count=1)
+    graph = DraftGraph(
+        key=key, selection="marginal_gain", budget=12, num_roots=1, calibration={}, nodes=(node,)
+    )
+    save_graph(graph, folder / "graph.json")
+    words = [*usual(bench, folder), f"--drafters=spiffy={folder / 'graph.json'}", "--tables=decode"]
+    line = refusal(bench, [*words, "--decode-budgets", "8", "20"], capsys)
+    assert "was calibrated for 12 nodes, --decode-budgets asks for 20" in line
+    with pytest.raises(AssertionError, match="were measured"):
+        bench.main([*words, "--decode-budgets", "8", "12"])
 
 
 @pytest.mark.parametrize(

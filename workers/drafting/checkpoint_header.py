@@ -47,9 +47,10 @@ def read_header(
                     "train it again"
                 )
             for key, kind in _KINDS.items():
-                if not isinstance(header.get(key, None if key in needs else kind()), kind):
+                if key in (*needs, *header) and not isinstance(header.get(key), kind):
                     raise ValueError(f"its header has no whole {key}")
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            names: list[str] = file.keys()
+            for name in names:
                 _check_tensor(path, name, file.get_tensor(name))
     except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{what} {path}: not a whole safetensors file ({error}); train it again") from error

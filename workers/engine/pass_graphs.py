@@ -259,7 +259,6 @@ class PassGraphs:
         integers = (torch.tensor(values, dtype=torch.int32) for values in (slots, blocks.on_grid))
         return [positions, *integers, plan]
 
-    @torch.inference_mode()
     def _compute(self, shape: _Shape, key: _Key) -> None:
         """Queue the pass: from the tables of ``shape`` to its hidden states, and its counts where it folds."""
         num, length = key.num, self._length

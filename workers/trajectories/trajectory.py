@@ -141,12 +141,15 @@ def _fault_of(found: Trajectory) -> str:
         fault = _fault_of_distributions(snapshots, snapshots.masked)
     if fault:
         return fault
+    commits = [(step, *commit) for step, made in enumerate(found.commits) for commit in made]
+    steps, positions, tokens = torch.tensor(commits, dtype=torch.int64).view(-1, 3).unbind(1)
+    is_inside = (positions >= 0) & (positions < found.block_length)
+    is_masked = found.states[steps, positions.clamp(0, found.block_length - 1)] == MASKED
+    if not bool((is_inside & is_masked).all()):
+        wrong = int((~(is_inside & is_masked)).nonzero()[0])
+        return f"step {steps[wrong]} commits position {positions[wrong]}, which is not masked"
     following = found.states.clone()
-    for step, commits in enumerate(found.commits):
-        for position, token in commits:
-            if not 0 <= position < found.block_length or int(found.states[step, position]) != MASKED:
-                return f"step {step} commits position {position}, which is not masked"
-            following[step, position] = token
+    following[steps, positions] = tokens.to(following.dtype)
     goes_on = found.block_starts[1:] == found.block_starts[:-1]
     if bool((following[:-1][goes_on] != found.states[1:][goes_on]).any()):
         return "a state is not the one before it with its commits"
